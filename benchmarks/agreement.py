@@ -15,9 +15,9 @@ import tracemalloc
 from datetime import timedelta
 from unittest import mock
 
-from megapatch._meetings import name_of
 from megapatch._reporting import agreement
 from megapatch._reporting.facts import facts
+from megapatch._reporting.meetings import name_of
 from megapatch.errors import InconsistentError
 
 GATHERED = 4096  # bytes of each rank

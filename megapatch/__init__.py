@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 if sys.version_info < (3, 10):  # noqa: UP036  (a checkout on PYTHONPATH has no installer that refuses)
     raise ImportError(f"megapatch needs Python 3.10 or later; this is {sys.version.split()[0]}")
 
-from ._api import activate, apply, report, restore
+try:
+    from ._api import activate, apply, report, restore
+except ModuleNotFoundError as error:
+    from ._engine.edges import is_the_command, say
+
+    if not is_the_command():
+        raise
+    say(f"megapatch needs {error.name}, which is not installed here: pip install {error.name}")
+    sys.exit(2)
 from ._version import __version__
 from .errors import InconsistentError, MegapatchError, MisuseError, RestoreError, StrictError
 from .patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED, Patch, Site, Status, Verdict, unpatched

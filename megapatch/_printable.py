@@ -31,9 +31,10 @@ _SECRETS = (
         r"|eyJ[\w-]{8,1024}\.[\w-]{8,}(?:\.[\w-]*)?)",  # with a bound, as each may begin in the one before
         HIDDEN,
     ),
+    # Whatever the scheme: all up to the end of the quotation or line.
     (
-        r"(?i)(\bauthorization\\*['\"]?\s*[:=]\s*\\*['\"]?(?:(?:basic|bearer|token|digest)\s+)?)\S+",
-        rf"\g<1>{HIDDEN}",
+        r"(?i)(\bauthorization\\*['\"]?\s*[:=]\s*)(?:(\\*['\"])(?:(?!\2).)*|[^\n]+)",
+        rf"\g<1>\g<2>{HIDDEN}",
     ),
     (r"(?i)(\bbearer\s+)[\w.~+/=-]{16,}", rf"\g<1>{HIDDEN}"),
 )
@@ -47,11 +48,22 @@ _NAME = (
     r"|(?:hf|hub|github|gitlab|wandb|refresh|session|csrf|bot)[_-]?token|password|passwd|passphrase|secret"
     r"|credential)s?))(?![A-Za-z0-9_])"
 )
-_OPTION = rf"(?<!\w)--?(?:[\w-]{{0,20}}[_-])?{_NAME}"
+_SHORT = r"(?i:token|auth|pass|pwd)"  # of an option, or of an argument that is a text: nobody's key
+_OPTION = rf"(?<!\w)--?(?:[\w-]{{0,20}}[_-])?(?:{_NAME}|{_SHORT}(?![\w-]))"
 _VALUE = (
     r"""\\+"(?:[^\\"]|\\+(?![\\"])|(?<!\\)")*\\+"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\S*[^\s'")\]},;.:]|\S+"""
 )
-_NAMED = rf"""({_NAME}\\*['"]?\s*(?:=>|[:=])\s*|{_OPTION}\s+(?!-))(?:{_VALUE})"""
+_NAMED = (
+    rf"""({_NAME}\\*['"]?\s*(?:=>|[:=])\s*|{_OPTION}(?:\s+|\\*['"],\s*)(?!\\*['"]?-)"""
+    rf"""|(?<![\w.]){_SHORT}\s*=\s*(?=\\*['"][^<\['"]))(?:{_VALUE})"""
+)
+# Of other variables in capitals, as DB_PASS, only what is known to be harmless stays.
+_HARMLESS = r"""\\*['"]?(?:-?[\d.]+|(?i:true|false|yes|no|on|off|none)|\*\*\*)(?:[\s'")\]},;\\]|$)"""
+_KNOWN = "CUDA|GLOO|LD|MASTER|MEGAPATCH|MEGATRON|NCCL|NVTE|OMP|PYTHON|PYTORCH|RAY|TORCH|TORCHELASTIC|TRITON|UCX"
+_VARIABLE = (
+    rf"""((?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))(?!(?:{_KNOWN})_)[A-Z][A-Z0-9]{{0,30}}(?:_[A-Z0-9]{{1,30}}){{1,9}}"""
+    rf"""(?:=|\\*['"]\s*[:=]\s*))(?!{_HARMLESS})(?:{_VALUE})"""
+)
 _USER = r"[^/@:?#]*:|[^/?#]*@"
 _AFTER_A_VALUE = ")]}>'\",.:"
 """Characters at the end of a value that rather belong to the text around the URL."""
@@ -97,7 +109,8 @@ def cut(text: str, limit: int) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text without credentials, tokens, values of URLs' queries, and values with a name for secrets.
+    """Return the text without credentials, tokens, values of URLs' queries, those with a name for secrets, and
+    those of variables in capitals, unless name or value is known to be harmless.
 
     Idempotent.
     """
@@ -107,7 +120,9 @@ def without_secrets(text: str) -> str:
         text = _compiled(pattern).sub(put, text)
     if "://" in text:
         text = _compiled(r"\S+").sub(lambda word: _without_query(word[0]), text)
-    return _compiled(_NAMED).sub(rf"\g<1>{HIDDEN}", text)
+    for pattern in (_NAMED, _VARIABLE):
+        text = _compiled(pattern).sub(rf"\g<1>{HIDDEN}", text)
+    return text
 
 
 def _without_credentials(word: str) -> str:

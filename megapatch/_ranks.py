@@ -6,6 +6,9 @@ import os
 import sys
 from typing import Any
 
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+"""Variables of launchers; Slurm's last, as all ranks that mpirun starts inherit those of their batch script."""
 _MOST_RUNS = 16
 """Of numbers: every other one of 131,072 ranks would be 468,737 characters."""
 
@@ -15,7 +18,7 @@ def place() -> tuple[int, int, bool]:
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size(), True
-    return _variable(0, "RANK", "SLURM_PROCID"), _variable(1, "WORLD_SIZE", "SLURM_NTASKS"), False
+    return _variable(0, *RANKS), _variable(1, *_SIZES), False
 
 
 def _variable(otherwise: int, *names: str) -> int:

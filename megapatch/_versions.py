@@ -1,4 +1,4 @@
-"""The versions of packages that are loaded, or could be, found without importing any of them.
+"""The version of megapatch, exactly, and those of packages that are loaded or could be, without importing them.
 
 Versions only word reasons: a Megatron checkout reads like the next release for months. Reading a version runs
 neither torch nor git, as importing megatron.core may.
@@ -7,11 +7,14 @@ neither torch nor git, as importing megatron.core may.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ._finding import find_module
+from . import _version
+from ._python.finding import find_module
 
 if TYPE_CHECKING:
     from importlib import metadata
@@ -23,6 +26,27 @@ TESTED = {"megatron-core": ("0.12", "0.19")}
 """First and last release that the patches are tested with."""
 
 _DISTRIBUTION_OF = {"megatron.core": "megatron-core", "megatron.training": "megatron-core"}
+
+
+@functools.cache
+def exact_version() -> str:
+    """Return a version that differs wherever the code of megapatch differs.
+
+    Where ``__version__`` does not name a commit (a source tree, a build without .git or with changes on top of the
+    commit), 8 hexadecimal digits of the sources' SHA-256 follow it. They are computed once: that takes 20 ms, and
+    each report names the version.
+    """
+    if not _version.__version__.endswith((".changed", "+source", "+unknown")):
+        return _version.__version__
+    import hashlib  # 5 ms, and only reports want it
+
+    found = hashlib.sha256()
+    package = Path(__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        if path != Path(_version.__file__):  # which a build changes
+            found.update(f"{path.relative_to(package).as_posix()}\0".encode())
+            found.update(path.read_bytes())
+    return f"{_version.__version__}.{found.hexdigest()[:8]}"
 
 
 def here() -> dict[str, str]:

@@ -34,14 +34,59 @@ __all__ = [
 ]
 
 
-class VerdictKind(enum.Enum):
-    """The possible findings of a diagnosis."""
+class Status(enum.Enum):
+    """The state of a site in this process; the one that most needs attention comes first.
 
-    NEEDED = "needed"
-    FIXED = "fixed"
-    ABSENT = "absent"
+    Attributes:
+        is_well: True: the defect cannot happen. False: the patch is needed, or may be, and is not in place; it is
+            logged, and doctor exits with 1. None: neither.
+    """
+
+    _value_: str
+    is_well: bool | None
+
+    def __new__(cls, word: str, is_well: bool | None = None) -> Status:
+        status = object.__new__(cls)
+        status._value_, status.is_well = word, is_well
+        return status
+
+    FAILED = "failed", False
+    OVERWRITTEN = "overwritten", False
+    MISSED = "missed", False
+    REFUSED = "refused", False
     UNSUPPORTED = "unsupported"
-    UNKNOWN = "unknown"
+    PENDING = "pending"
+    DISABLED = "disabled"
+    APPLIED = "applied", True
+    NOT_NEEDED = "not-needed", True
+    NOT_INSTALLED = "not-installed"
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether a patch that is needed, or may be, is not in place."""
+        return self.is_well is False
+
+
+class VerdictKind(enum.Enum):
+    """The possible findings of a diagnosis.
+
+    Attributes:
+        status: of the site afterwards; with `Status.APPLIED` its targets are installed.
+    """
+
+    _value_: str
+    status: Status
+
+    def __new__(cls, word: str, status: Status) -> VerdictKind:
+        kind = object.__new__(cls)
+        kind._value_, kind.status = word, status
+        return kind
+
+    NEEDED = "needed", Status.APPLIED
+    FIXED = "fixed", Status.NOT_NEEDED
+    ABSENT = "absent", Status.NOT_NEEDED
+    UNSUPPORTED = "unsupported", Status.UNSUPPORTED
+    UNKNOWN = "unknown", Status.REFUSED
 
 
 NEEDED = VerdictKind.NEEDED
@@ -60,27 +105,12 @@ class Verdict(NamedTuple):
     """The finding of a diagnosis.
 
     Attributes:
-        kind: one of NEEDED, FIXED, ABSENT, UNSUPPORTED, UNKNOWN.
+        kind: NEEDED, FIXED, or another `VerdictKind`.
         reason: why, in words that a user can act on.
     """
 
     kind: VerdictKind
     reason: str
-
-
-class Status(enum.Enum):
-    """The state of a site in this process; the one that most needs attention comes first."""
-
-    FAILED = "failed"
-    OVERWRITTEN = "overwritten"
-    MISSED = "missed"
-    REFUSED = "refused"
-    UNSUPPORTED = "unsupported"
-    PENDING = "pending"
-    DISABLED = "disabled"
-    APPLIED = "applied"
-    NOT_NEEDED = "not-needed"
-    NOT_INSTALLED = "not-installed"
 
 
 class _Immutable:
@@ -209,12 +239,15 @@ class Patch(PatchInfo):
         upstream: the issue or pull request that describes the defect, as a URL; None if it was not reported.
         sites: where it applies; each stands or falls by itself.
         changes_numbers: whether a run that did not crash before gives other numbers with the patch.
+        leaves: attributes that differ on purpose after a normal call, as ``"Class.attribute"`` or
+            ``"module.attribute"``, each with the reason. Everything else is as upstream leaves it.
 
     Raises:
         MisuseError: for a name of another form, and without sites.
     """
 
     sites: tuple[Site, ...]
+    leaves: tuple[tuple[str, str], ...]
 
     def __init__(
         self,
@@ -223,6 +256,7 @@ class Patch(PatchInfo):
         upstream: str | None,
         sites: tuple[Site, ...],
         changes_numbers: bool = False,
+        leaves: tuple[tuple[str, str], ...] = (),
     ) -> None:
         if not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9-]+)+", name):
             raise MisuseError(f"patch name {name!r} is not of the form family.what-it-makes-right")
@@ -231,7 +265,7 @@ class Patch(PatchInfo):
         doc = doc or "(Python was started with -OO, which removes docstrings.)"
         modules = tuple(dict.fromkeys(site.module for site in sites))
         super().__init__(name, doc, upstream, modules, changes_numbers)
-        self._set(sites=tuple(sites))
+        self._set(sites=tuple(sites), leaves=tuple(leaves))
 
     def __repr__(self) -> str:
         return f"<Patch {self.name} at {', '.join(site.module for site in self.sites)}>"
@@ -243,7 +277,7 @@ def unpatched(function: Any) -> Any:
     Without a replacement of ours in the ``__wrapped__`` chain this is `function` itself: a decorator of upstream's
     is part of the code that a diagnosis looks at.
     """
-    from ._layers import MARK, attribute_of, layers_of
+    from ._python.layers import MARK, attribute_of, layers_of
 
     found = function
     layers = list(layers_of(function))

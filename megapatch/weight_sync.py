@@ -19,7 +19,7 @@ from ._mcore.param_gathers import ddps_of, gather_params
 from ._pausing.blocking import Blocking, is_in_loop, without_loop
 from ._pausing.generation import EVENT, PAUSE, RESUME, is_paused, log_failed_sync, resume_once
 from ._pausing.waiting import Call, Outcome, attempt
-from ._troubleshooting import see
+from ._version import see
 from .errors import MisuseError
 
 __all__ = ["gathered_parameters", "lent_weights", "paused_generation"]

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from rigs.needs import TESTS, missing, reason_to_skip, uses_torch
-from rigs.quick import is_quick
-from rigs.turns import has_its_turn, with_other_releases
+from rigs.chosen import choose, keywords_of
+from rigs.where import TESTS, missing, reason_to_skip, runs_in_ci, uses_torch, with_other_releases
 
 from megapatch._engine.engine import this_process
 from megapatch._versions import here
+from megapatch.patches._catalogue import CATALOGUE
 
+PATCHES = TESTS.parent / "megapatch/patches"
 _numbers = itertools.count()
 
 
@@ -104,12 +105,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--ci",
         action="store_true",
-        help="without those marked nightly; with Megatrons but the newest a few modules only: tests/rigs/turns.py",
+        help="without those marked nightly; modules take turns with Megatrons and Pythons: tests/rigs/where.py",
     )
 
 
 def pytest_ignore_collect(collection_path, config):
-    if collection_path.suffix == ".py" and not is_to_run(collection_path.relative_to(TESTS).as_posix(), config):
+    if collection_path.suffix == ".py" and not is_to_run(collection_path, config):
         return True
     wanted = config.getoption("torch")
     if wanted == "without" and collection_path.is_dir():
@@ -119,8 +120,14 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-def pytest_configure():
+def pytest_configure(config):
+    choose(config.getoption("keyword"))
     this_process().first_sign.hush()
+    files = {f"{path.parent.name}.{path.stem.replace('_', '-')}" for path in PATCHES.glob("*/[!_]*.py")}
+    if changed := files ^ {name for named in CATALOGUE.values() for name in named}:
+        raise pytest.UsageError(
+            f"run `cd tests && python -m pages`: patches have come or gone: {', '.join(changed)}"
+        )
     if ABSENT and os.environ.get("MEGATRON_REQUIRED"):
         raise pytest.UsageError(f"MEGATRON_REQUIRED is set, and its tests {'; '.join(ABSENT.values())}")
     for name, variable in VARIABLES.items():
@@ -161,20 +168,25 @@ def pytest_collect_directory(path, parent):
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items, config):
     for item in items:
-        if is_quick(item.nodeid):  # with those of TrainStep, which are chosen by their parameters
-            item.add_marker("quick")
+        item.extra_keyword_matches.update(keywords_of(item))
     if config.getoption("ci"):
         left_out = with_other_releases(items)
         left_out |= {item for item in items if item.get_closest_marker("nightly")}
-        left_out |= {item for item in items if not is_to_run(item.nodeid, config)}
+        left_out |= {item for item in items if not is_to_run(item.path, config, is_quick(item))}
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
 
-def is_to_run(place, config):
+def is_quick(item):
+    return item.get_closest_marker("quick") is not None
+
+
+def is_to_run(file, config, quick=True):
     # A framework's own releases are tested with one Megatron, which need not be the newest.
     of_framework = any(os.environ.get(name) for name in VARIABLES if name.endswith("_RELEASES"))
-    return not config.getoption("ci") or of_framework or has_its_turn(place, here().get("megatron-core", ""))
+    if not config.getoption("ci") or of_framework:
+        return True
+    return runs_in_ci(file.relative_to(TESTS).as_posix(), here().get("megatron-core", ""), quick=quick)
 
 
 def wrong_with(folder: Path, variable: Variable) -> str | None:

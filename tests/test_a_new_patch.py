@@ -1,4 +1,4 @@
-"""The three files of docs/writing-a-patch.md, added to a copy of the tree, are all that a new patch takes."""
+"""In a copy of the tree: a new patch takes the three files of docs/writing-a-patch.md; one can be removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/writing-a-patch.md"
@@ -25,14 +25,36 @@ TESTS = (
     "test_verdicts.py",
     "verify/test_command.py",
 )
-NAMES = "divide or arrows or catalog or generated or quick or file_is_whole or every_patch or another_body"
+NAMES = "megatron.divide-by-zero or arrows or catalog or generated or quick or file_is_whole or every_patch"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return shutil.copytree(ROOT, tmp_path / "tree", ignore=shutil.ignore_patterns(".*", "__pycache__"))
+
+
+def run(tree, *command):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=tree / "tests",
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def run_well(tree, *command):
+    shown = run(tree, *command)
+    assert shown.returncode == 0, shown.stdout[-8000:]
+    return shown.stdout
 
 
 @needs_megatron
 @pytest.mark.nightly
-def test_the_three_files_are_enough(tmp_path):
-    tree = tmp_path / "tree"
-    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+def test_the_three_files_are_enough(tree):
     files = dict(re.findall(r"^<!-- (\S+) -->\n```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
     scenario, row = map(files.pop, ("scenario", "row"))
     checks = (tree / CHECKS).read_text()
@@ -40,15 +62,27 @@ def test_the_three_files_are_enough(tmp_path):
     assert len(files) == 3
     for name, text in files.items():
         (tree / name).write_text(text)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
+    early = run(tree, "-m", "pytest", "-c", str(tree / "tox.ini"), "-q", TESTS[0])
+    assert "run `cd tests && python -m pages`" in early.stdout
+    assert "wrote megapatch/patches/_catalogue.py\n" in run_well(tree, "-m", "pages")
+    assert "passed" in run_well(tree, "-m", "pytest", "-c", str(tree / "tox.ini"), "-q", "-k", NAMES, *TESTS)
 
-    def run(*command):
-        command = [sys.executable, "-m", *command]
-        shown = subprocess.run(
-            command, cwd=tree / "tests", env=environment, capture_output=True, text=True, check=False
-        )
-        assert shown.returncode == 0, shown.stdout[-4000:] + shown.stderr[-4000:]
-        return shown.stdout
 
-    assert "wrote megapatch/patches/_catalogue.py\n" in run("pages")
-    assert "passed" in run("pytest", "-c", str(tree / "tox.ini"), "-q", "-k", NAMES, *TESTS)
+REMOVED = """\
+import megapatch
+from megapatch._engine.settings import Settings
+from megapatch.patches import PATCHES, _catalogue
+
+assert "areal.eval-loss" not in [patch.name for patch in PATCHES]
+_catalogue.RETIRED["areal.eval-loss"] = "AReaL 9.9"
+assert Settings(disable=("areal.eval-loss",)).complaints([]) == []
+"""
+
+
+def test_a_patch_can_be_removed(tree):
+    (tree / "megapatch/patches/areal/eval_loss.py").unlink()
+    written = run_well(tree, "-m", "pages")
+    assert "wrote megapatch/patches/_catalogue.py\n" in written
+    assert "wrote docs/patches.md\n" in written
+    assert "wrote docs/verdicts.csv\n" in written
+    run_well(tree, "-c", REMOVED)

@@ -8,14 +8,14 @@ import sys
 import types
 
 import pytest
-from rigs.needs import needs_megatron, needs_torch
+from rigs.where import needs_megatron, needs_torch
 
 import megapatch
-from megapatch._exact_version import exact_version
 from megapatch._mcore import devices
 from megapatch._ranks import numbered
 from megapatch._reporting import agreement, facts
 from megapatch._reporting.facts import difference
+from megapatch._versions import exact_version
 
 DDP = "megatron.core.distributed.distributed_data_parallel"
 RERUN = "megatron.core.rerun_state_machine"
@@ -303,11 +303,11 @@ def waiting(rank, world_size):
     import torch.distributed as dist
 
     import megapatch
-    from megapatch import _meetings
+    from megapatch._reporting import meetings
 
     group, said = dist.new_group([0, 1, 2], timeout=timedelta(seconds=2)), []
     logging.getLogger("megapatch").addFilter(lambda record: said.append(record.getMessage()))
-    _meetings.LATE = agreement.LATE = timedelta(seconds=1)
+    meetings.LATE = agreement.LATE = timedelta(seconds=1)
     if rank < 2:
         with pytest.raises(megapatch.InconsistentError, match=r"rank 2 did not come within 1\.6 seconds"):
             megapatch.assert_consistent(group)

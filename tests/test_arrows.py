@@ -1,12 +1,12 @@
 """Which room may import which: every arrow points down, and no two modules import each other.
 
-Read from the source, so that imports in functions count as well. Imports under TYPE_CHECKING point down, too; only
-between modules of one room may they close a circle, as nothing is loaded.
+Read from the source, so that imports in functions and under TYPE_CHECKING count as well.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,35 +16,21 @@ ROOT = Path(megapatch.__file__).parent
 
 # A room may import the rooms of the lines above its own.
 LEVELS = (
-    {
-        "errors",
-        "_version",
-        "_loaded_modules",
-        "_layers",
-        "_meetings",
-        "_dotted",
-        "_finding",
-        "_places",
-        "_printable",
-        "_ranks",
-        "_troubleshooting",
-    },
-    {"patch", "_exact_version", "_versions", "_mcore", "_pausing"},
+    {"errors", "_version", "_python", "_printable", "_ranks"},
+    {"patch", "_versions", "_mcore", "_pausing"},
     {"weight_sync", "train_step"},
     {"patches"},
     {"_engine"},
     {"_reporting"},
     {"audit"},
     {"_api"},
-    {"streaming", "testing", "_nemo_rl_split_step"},
+    {"streaming", "testing"},
     {"_verify"},
     {"reach"},
     {"_cli"},
     {"__init__"},
     {"__main__"},
 )
-# Code that travels by value to other processes, or runs in every Python, imports the package by its name.
-BY_NAME = ("megapatch.reach.ray", "megapatch.reach._run.site.sitecustomize")
 
 
 def modules() -> dict[str, Path]:
@@ -55,21 +41,12 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(name: str, path: Path, at_run_time: bool = False) -> Iterator[str]:
+def imports(name: str, path: Path) -> Iterator[str]:
     """The modules of megapatch that a module imports."""
     known = modules()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     tree = ast.parse(path.read_text())
-    skipped = {
-        id(below)
-        for node in ast.walk(tree)
-        if at_run_time and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for below in ast.walk(statement)
-    }
     for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):
@@ -89,21 +66,37 @@ def test_every_room_has_its_level():
     assert {room(name) for name in modules()} == set().union(*LEVELS)
 
 
+def test_the_ground_floor_is_few_ideas():
+    assert len([path for path in ROOT.iterdir() if path.name != "__pycache__"]) <= 24
+
+
+def test_the_page_names_every_room():
+    """And none that is gone."""
+    page = (
+        (Path(__file__).parents[1] / "docs/architecture.md")
+        .read_text()
+        .partition("## The rooms")[2]
+        .partition("\n## ")[0]
+    )
+    cells = "".join(re.findall(r"^\| (`megapatch/.*?) \|", page, re.MULTILINE))
+    named = set(re.findall(r"`megapatch/(\w+)(?:/|\.py)`", cells))
+    assert named == set().union(*LEVELS) - {"__init__", "__main__"}
+
+
 def test_every_arrow_points_down():
     level = {name: number for number, rooms in enumerate(LEVELS) for name in rooms}
     wrong = []
     for name, path in modules().items():
         for target in imports(name, path):
             start, end = room(name), room(target)
-            by_name = target == "megapatch" and name in BY_NAME
-            if start != end and level[end] >= level[start] and not by_name:
+            if start != end and level[end] >= level[start]:
                 wrong.append(f"{name} imports {target}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_module_imports_itself_in_a_circle():
     arrows = {
-        name: {target for target in imports(name, path, at_run_time=True) if target not in (name, "megapatch")}
+        name: {target for target in imports(name, path) if target not in (name, "megapatch")}
         for name, path in modules().items()
     }
     # A package's __init__ collects its modules, and they may import each other through the package's parts.

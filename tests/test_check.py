@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -10,13 +11,16 @@ import time
 
 import pytest
 from rigs.command import run
-from rigs.needs import needs_megatron
+from rigs.engine import TARGET, make_engine, make_patch
+from rigs.where import needs_megatron
 
 import megapatch
-from megapatch._exact_version import exact_version
+from megapatch._engine.record import Off
 from megapatch._reporting import check as module
 from megapatch._reporting.check import compare_files
 from megapatch._reporting.report import make_report
+from megapatch._versions import exact_version
+from megapatch.patch import ABSENT, Verdict
 
 DDP = "megatron.core.distributed.distributed_data_parallel"
 
@@ -232,6 +236,21 @@ def test_where_no_patch_is_applied_yet_it_says_when_to_call_it(monkeypatch, caps
     monkeypatch.setattr(module, "make_report", lambda records: make_report([]))
     megapatch.check()
     assert ": no patch applied as yet: call check() when Megatron has been imported" in capsys.readouterr().err
+
+
+def test_where_it_is_not_too_early_it_does_not_say_so(monkeypatch, capsys, modules):
+    """All are off, as in a second copy of megapatch; or none is needed by the code that was loaded."""
+    name = modules.write(TARGET)
+    for why, said in ((Off.SECOND_COPY, ": another copy of megapatch is active in this process\n"), (None, "\n")):
+        engine = make_engine(make_patch(name, diagnose=lambda _: Verdict(ABSENT, "it has no such feature")))
+        for record in engine.records if why else ():
+            record.stay_away(why)
+        importlib.import_module(name)
+        engine.activate()
+        monkeypatch.setattr(module, "_done", [])
+        monkeypatch.setattr(module, "make_report", lambda _, engine=engine: make_report(engine.records))
+        megapatch.check()
+        assert capsys.readouterr().err.endswith(f": no patch applied{said}")
 
 
 def test_a_folder_that_cannot_be_written_to_does_not_stop_training(tmp_path, monkeypatch, capsys):

@@ -42,7 +42,7 @@ def test_what_needs_a_model_is_loaded_with_the_first_one():
     assert "megapatch.patches.nemo_rl.split_train_step" in loaded
     late = (
         "megapatch.train_step",
-        "megapatch._nemo_rl_split_step.worker",
+        "megapatch.patches.nemo_rl._split_step.worker",
         "dataclasses",
     )  # each costs 1 ms or more
     assert not set(late) & set(loaded)
@@ -66,7 +66,18 @@ def test_help(command, capsys, monkeypatch):
 def test_list_names_every_patch():
     shown = run("list")
     assert shown.returncode == 0
-    assert [line.split()[0] for line in shown.stdout.splitlines()] == [patch.name for patch in PATCHES]
+    lines = shown.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [patch.name for patch in PATCHES]
+    assert [line.endswith(" (changes numbers)") for line in lines] == [patch.changes_numbers for patch in PATCHES]
+
+
+def test_list_of_a_property_and_of_names(capsys):
+    for names in (["@same-numbers"], ["verl.*", "@same-numbers"]):
+        assert main(["list", *names]) == 0
+        expected = [p.name for p in PATCHES if not p.changes_numbers or (p.family == "verl" and len(names) > 1)]
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == expected
+    assert main(["list", "@same"]) == 2
+    assert capsys.readouterr() == ("", "no selection of patches is called '@same'; known: @same-numbers\n")
 
 
 def test_explain_tells_all_about_a_patch():
@@ -82,7 +93,7 @@ def test_explain_tells_all_about_a_patch():
         "\nLimits    needs megatron.forward-pre-hook",
         "\nCost      once a call",
         "\nLink      https://github.com/THUDM/slime/issues/1779",
-        "\nNumbers   not changed",
+        "\nNumbers   change in a first call",
         "\nSite      megatron.training.training: train",
     ):
         assert told in shown.stdout
@@ -214,3 +225,13 @@ def test_an_old_python_is_told_in_one_sentence():
     shown = run("-c", script)
     assert shown.returncode == 1
     assert shown.stderr.splitlines()[-1] == "ImportError: megapatch needs Python 3.10 or later; this is 3.9.1"
+
+
+@pytest.mark.parametrize(("command", "kind"), [("doctor", "rank"), ("audit", "audit")])
+@pytest.mark.parametrize("text", ['{"rank": 0, "size": 1, "began": Infinity}', "[" * 100_000])
+def test_a_file_of_others_that_cannot_be_read_is_a_sentence_and_2(tmp_path, capsys, command, kind, text):
+    file = tmp_path / f"{kind}-00000.json"
+    file.write_text(text)
+    assert main([command, str(tmp_path)]) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert said.startswith(f"{file} cannot be read: ")

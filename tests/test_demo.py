@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from rigs.command import heed_ctrl_c, run
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch._cli import demo
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 
 README = Path(__file__).parent.parent / "README.md"
 HAS_CORE = find_module("megatron.core") is not None

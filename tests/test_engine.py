@@ -13,7 +13,10 @@ import pytest
 from rigs.engine import TARGET, activated, louder, make_engine, make_patch, status_of
 
 from megapatch._engine import holders
-from megapatch.patch import ABSENT, FIXED, UNKNOWN, UNSUPPORTED, Verdict
+from megapatch._engine.engine import Engine
+from megapatch._engine.record import Unloaded
+from megapatch._engine.settings import Settings
+from megapatch.patch import ABSENT, FIXED, UNKNOWN, UNSUPPORTED, PatchInfo, Verdict
 
 
 def test_activation_while_another_thread_imports(modules):
@@ -220,6 +223,25 @@ def test_switched_off(modules, caplog):
     assert engine.records[0].reason == "switched off by MEGAPATCH_DISABLE=test.loud*"
     engine.apply()
     assert status_of(engine) == "disabled"
+
+
+def test_only_patches_that_keep_numbers(modules):
+    """With one that changes them by its name; the settings hear of the property as a patch is loaded."""
+    name = modules.write(TARGET)
+    kept, named, changing = (
+        make_patch(name, path, name=f"test.{number}", changes_numbers=number > 0)
+        for number, path in enumerate(("greet", "Greeter.greet", "Greeter.__init__"))
+    )
+    info = PatchInfo(changing.name, "not loaded", None, changing.modules)
+    unloaded = Unloaded(info.name, "test", (info,), lambda: (changing,), names_are_known=True)
+    settings = Settings(only=("@same-numbers", named.name), quiet_value="1")
+    engine = Engine((kept, named), settings, (unloaded,))
+    engine.activate()
+    importlib.import_module(name)
+    assert [status_of(engine, number) for number in range(3)] == ["applied", "applied", "disabled"]
+    assert engine.records[2].reason == f"not named by MEGAPATCH_ONLY=@same-numbers,{named.name}"
+    engine.restore("@same-numbers")
+    assert [status_of(engine, number) for number in range(2)] == ["disabled", "applied"]
 
 
 def test_an_unknown_name_in_the_environment_is_said_with_what_was_meant(caplog):

@@ -12,8 +12,8 @@ import pytest
 from rigs.engine import TARGET, louder, make_engine, make_patch, needed, status_of
 from rigs.faults import CALLS, LINES, Fault
 
-from megapatch import _loaded_modules
 from megapatch._engine import engine, holders, install, rebuilt, record, site_record, target, watch
+from megapatch._python import loaded_modules
 from megapatch.patch import Patch, Site
 
 SOURCE = f"""
@@ -75,7 +75,7 @@ def name(modules, monkeypatch):
     name = modules.write(SOURCE)
     # No sweep over all modules of the test run, for each of hundreds of faults.
     few = types.SimpleNamespace(modules=_Only(name))
-    monkeypatch.setattr(_loaded_modules, "sys", few)
+    monkeypatch.setattr(loaded_modules, "sys", few)
     return name
 
 
@@ -207,7 +207,7 @@ def test_an_import_that_is_interrupted_leaves_the_next_one_watched(modules, monk
         make_patch(names[2], name="test.high"),
     )
     patching.activate()
-    monkeypatch.setattr(_loaded_modules, "sys", types.SimpleNamespace(modules={}))
+    monkeypatch.setattr(loaded_modules, "sys", types.SimpleNamespace(modules={}))
     files = FILES | {watch.__file__} | {str(file) for file in package.iterdir()}
     for k in range(10_000):
         patching.restore()

@@ -11,7 +11,7 @@ import types
 import pytest
 from rigs.command import run
 from rigs.engine import TARGET, activated, make_patch
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch import _version
 from megapatch._engine import first_sign
@@ -37,7 +37,7 @@ def test_the_first_patches_are_one_line():
     assert line == APPLIED
 
 
-@pytest.mark.parametrize("environment", [{}, {"RANK": "0"}, {"SLURM_PROCID": "0"}])
+@pytest.mark.parametrize("environment", [{}, {"RANK": "0"}, {"SLURM_PROCID": "0"}, {"PMI_RANK": "0"}])
 def test_a_process_with_megatron_and_without_patches_says_so_at_exit(environment):
     assert signs(UNPATCHED, **environment) == [NONE]
 
@@ -48,7 +48,14 @@ def test_a_driver_without_megatron_says_nothing():
 
 @pytest.mark.parametrize(
     "environment",
-    [{"MEGAPATCH_QUIET": "1"}, {"RANK": "37"}, {"SLURM_PROCID": "37"}, {"RANK": "37", "SLURM_PROCID": "0"}],
+    [
+        {"MEGAPATCH_QUIET": "1"},
+        {"RANK": "37"},
+        {"SLURM_PROCID": "37"},
+        {"PMI_RANK": "37"},
+        {"RANK": "37", "SLURM_PROCID": "0"},
+        {"OMPI_COMM_WORLD_RANK": "37", "SLURM_PROCID": "0"},  # mpirun in a batch script
+    ],
 )
 def test_quiet_processes_and_other_ranks_say_nothing(environment):
     assert signs(UNPATCHED, **environment) == []
@@ -103,7 +110,7 @@ def test_a_child_of_multiprocessing_says_it_where_it_is_known_to_be_rank_0():
 
 
 @needs_megatron
-@pytest.mark.parametrize("environment", [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0"}])
+@pytest.mark.parametrize("environment", [{"RANK": "0", "WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_RANK": "0"}])
 def test_a_process_that_a_rank_has_started_announces_nothing(environment):
     spawn = "import logging, multiprocessing; multiprocessing.process._parent_process = object()"
     assert signs(spawn, PATCHED, **environment) == []

@@ -59,8 +59,11 @@ def run(command, folder):
     return json.loads(answers[0])
 
 
-def test_every_order(tmp_path):
-    assert run([sys.executable, *DRIVER], tmp_path) == {"orders": 794, "problems": []}
+@pytest.mark.parametrize(
+    ("longest", "orders"), [("2", 194), pytest.param("3", 794, marks=pytest.mark.nightly)], ids=["2", "3"]
+)
+def test_every_order(tmp_path, longest, orders):
+    assert run([sys.executable, *DRIVER, longest], tmp_path) == {"orders": orders, "problems": []}
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -96,7 +99,8 @@ def test_what_is_expected_of_some_orders_said_in_words():
     assert after("THA") == ("!", (1, "!"), ("applied",))  # the holder is rebound
     assert after("THFA") == ("?!", (1, ""), ("applied",))  # it holds what someone else has wrapped
     assert after("ATF") == ("!?", None, ("applied",))
-    assert after("ATG") == ("!~", None, ("overwritten",))
+    assert after("ATG") == ("!~", None, ("applied",))
+    assert after("ATGRG") == ("~", None, ("overwritten",))
     assert after("ATR") == ("", None, ("missed",))
     assert after("ATD") == ("!", None, ("applied",))
     assert TARGET not in sys.modules

@@ -111,7 +111,7 @@ def test_a_foreign_patch_on_top_is_seen_and_not_removed(modules, caplog):
     ours = target.Greeter.greet
 
     def foreign(self, name):
-        return ours(self, name).upper()
+        return f"HELLO {name}"
 
     foreign.__module__, foreign.__qualname__ = "someone_else", "shout"
     target.Greeter.greet = foreign
@@ -121,7 +121,7 @@ def test_a_foreign_patch_on_top_is_seen_and_not_removed(modules, caplog):
         engine.restore()
     assert target.Greeter.greet is foreign and target.greet("you") == "hello you!"  # nothing was changed
     engine.apply()
-    assert target.Greeter().greet("you") == "HELLO YOU!"
+    assert target.Greeter().greet("you") == "HELLO you"
     assert caplog.text.count("is overwritten") == 1
     target.Greeter.greet = ours
     assert status_of(engine) == "applied"

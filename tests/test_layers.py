@@ -236,6 +236,28 @@ def test_a_wrapper_that_calls_ours_leaves_it_in_effect(wrap, target):
     assert make_report(engine.records).patches[0].sites[0].targets == (f"{target.__name__}:greet",)
 
 
+@pytest.mark.parametrize("wrap", [in_a_closure, in_a_default], ids=lambda wrap: wrap.__name__)
+def test_so_does_one_that_does_not_say_what_it_wraps(wrap, target):
+    engine = activated(make_patch(target.__name__))
+    function = wrap(target.greet)
+    del function.__wrapped__
+    target.greet = function
+    assert target.greet("you") == "hello you!"
+    assert status_of(engine) == "applied"
+    (foreign,) = make_report(engine.records).patches[0].sites[0].foreign
+    assert foreign.startswith(f"{__name__} (") and "has wrapped" in foreign
+
+
+def test_nor_does_one_that_takes_it_from_a_global(target):
+    engine = activated(make_patch(target.__name__))
+    names = {"greet_before": target.greet}
+    exec("def greet(name):\n    return greet_before(name)", names)
+    target.greet = names["greet"]
+    assert status_of(engine) == "applied"
+    names["greet_before"] = len
+    assert status_of(engine) == "overwritten"
+
+
 def test_a_method_that_is_kept_beside_it(target):
     engine = activated(make_patch(target.__name__, "Greeter.greet"))
     target.Greeter._old_greet = target.Greeter.greet

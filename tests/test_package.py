@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import megapatch
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 
 in_tox = pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="needs megapatch installed, as tox does it")
 

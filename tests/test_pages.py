@@ -14,6 +14,7 @@ from pages import ADDRESS, COMMAND, DOCS, GENERATED, OF_THE_SITE, ROOT, api, wit
 
 import megapatch
 from megapatch._version import REPOSITORY
+from megapatch.audit import RULES
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
 SOURCES = sorted((Path(megapatch.__file__).parent / "_cli").rglob("*.py"))
@@ -32,6 +33,11 @@ def test_every_address_of_the_project_is_the_one_setting():
     """A fork or a mirror changes REPOSITORY in megapatch/_version.py, and runs the command."""
     assert not [path.name for path in with_address()], f"these have another address: {COMMAND}"
     assert ADDRESS.sub("-", f"https://git.example/a/b{NAME}/issues, {REPOSITORY}#x") == "-/issues, -#x"
+
+
+def test_the_finding_on_the_audits_page_has_its_rules_words():
+    shown = re.search(r"```text\naudit: ([\w-]+) \((.*?)```", (DOCS / "audit.md").read_text(), re.DOTALL)
+    assert RULES[shown[1]].means in " ".join(shown[2].split())
 
 
 def test_the_api_page_has_every_public_module():

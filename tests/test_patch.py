@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from pathlib import Path
 
 import pytest
 from rigs.engine import make_patch
 
-from megapatch._layers import MARK
+from megapatch._python.layers import MARK
 from megapatch.errors import MisuseError
-from megapatch.patch import Patch, unpatched
+from megapatch.patch import Patch, Status, VerdictKind, unpatched
 from megapatch.patches import PATCHES
 
 
@@ -29,6 +30,14 @@ def test_a_name_has_a_family(name):
 def test_a_patch_has_a_site():
     with pytest.raises(MisuseError, match="no site"):
         Patch(name="a.b", doc="", upstream="", sites=())
+
+
+@pytest.mark.parametrize("page", ["doctor.md", "writing-a-patch.md"])
+def test_pages_explain_every_verdict_and_status(page):
+    text = (Path(__file__).parent.parent / "docs" / page).read_text()
+    names = [kind.name for kind in VerdictKind]
+    words = [word.value for word in (*VerdictKind, *Status)] if page == "doctor.md" else names
+    assert [word for word in words if f"`{word}`" not in text] == []
 
 
 @pytest.mark.parametrize("words", [make_patch("nowhere"), make_patch("nowhere").sites[0]])

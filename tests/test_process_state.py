@@ -9,7 +9,7 @@ import pytest
 from process_state.scan import Entry, scan
 from process_state.table import FILE, HARMS, PACKAGES, VERDICTS, news, read, row_of
 
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 from megapatch.patches import PATCHES
 
 ROWS = read(FILE.read_text())

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 import megapatch
 

@@ -9,6 +9,7 @@ import pytest
 
 from megapatch._engine.settings import matching
 from megapatch.patch import Status
+from megapatch.patches import PATCHES
 from megapatch.patches._catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
@@ -42,3 +43,26 @@ def test_each_frameworks_page_has_the_line_for_its_own_patches_alone(family):
     in_table = {name for row in rows for name in re.findall(r"`([a-z_]+\.[a-z0-9-]+)`", row.split("|")[-2])}
     chosen = {name for pattern in only.split(",") for name in matching(pattern, names)}
     assert chosen == in_table | set(CATALOGUE[family])
+
+
+@pytest.mark.parametrize("family", CATALOGUE)
+def test_each_frameworks_page_has_the_patches_that_are_needed_first_with_their_reports(family):
+    page = (ROOT / "docs" / f"{family}.md").read_text()
+    table = page.partition("| first needed | changes numbers | report |\n")[2].partition("\n\n")[0]
+    first = [line.strip("| ").split(" | ") for line in table.splitlines()[1:]]
+    assert 3 <= len(first) <= 6
+    known = {f"`{patch.name}`": patch for patch in PATCHES}
+    for name, changes, report in first:
+        patch = known[name]
+        assert changes == ("yes" if patch.changes_numbers else "no: it is in")
+        assert report == "not reported" if patch.upstream is None else report.endswith(f"]({patch.upstream})")
+
+
+def test_the_figures_of_upstreams_tests_are_the_sums_of_their_table():
+    page = (ROOT / "docs" / "testing.md").read_text()
+    rows = re.findall(r"^\| [\w]+ \| (?:core_|Bridge )\S+ \| (\d+) \| (\d+) / .*$", page, re.MULTILINE)
+    tests, passed = (f"{sum(map(int, column)):,}" for column in zip(*rows, strict=True))
+    (of_those,) = re.findall(rf"Of the {tests} tests of .* {passed} pass without megapatch, and (\d+) of", page)
+    assert f"{tests} unit tests have" in README
+    assert f"{passed} of them pass, and {of_those} of these run patched functions" in README
+    assert f"{tests} unit tests of" in (ROOT / "CHANGELOG.md").read_text()

@@ -14,8 +14,9 @@ import pytest
 import wrapt
 from rigs.engine import TARGET, activated, make_engine, make_patch
 
-from megapatch import RestoreError, _loaded_modules, _versions
-from megapatch._dotted import find
+from megapatch import RestoreError, _versions
+from megapatch._python import loaded_modules
+from megapatch._python.dotted import find
 from megapatch._reporting.report import make_report
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -227,7 +228,7 @@ def _few_modules(monkeypatch, modules):
                 if name.startswith(("target_", "base_", "holder_"))
             ]
 
-    monkeypatch.setattr(_loaded_modules, "sys", types.SimpleNamespace(modules=Ours()))
+    monkeypatch.setattr(loaded_modules, "sys", types.SimpleNamespace(modules=Ours()))
     monkeypatch.setattr(sys.modules["megapatch._reporting.report"], "left_behind", lambda installed: {})  # as slow
     monkeypatch.setattr(_versions, "here", dict)
     monkeypatch.setattr(Programs, "modules", modules)

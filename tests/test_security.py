@@ -75,6 +75,40 @@ def test_nor_is_it_in_the_processes_of_multiprocessing(lying_about, method):
     assert python(str(lying_about / "children.py"), method, cwd="/") == "[]\n"
 
 
+STARTS = """
+import importlib.util, multiprocessing, os, sys
+spec = importlib.util.spec_from_file_location("_server", sys.argv[1])  # without its package, which imports torch
+_server = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(_server)
+
+def start(method):
+    with _server.nothing_of_the_caller():
+        process = multiprocessing.get_context(method).Process(target=print, args=(method, "works"))
+        process.start()
+    process.join()
+
+if __name__ == "__main__":
+    _server._PRELOADED[:] = ["preloaded"]
+    with _server.server_of_a_program():
+        start("forkserver")
+        print(os.getcwd())
+        if sys.version_info >= (3, 11):
+            start("spawn")
+"""
+
+
+def test_nor_is_a_file_of_the_working_directory_run_in_the_processes_that_are_started(tmp_path):
+    """The resource tracker, the server, what it preloads, and the ranks."""
+    (tmp_path / "start.py").write_text(STARTS)
+    (lying_about := tmp_path / "cwd").mkdir()
+    tells = "import sys; sys.stderr.write(f'{__name__} was run\\n'); raise ImportError"
+    for name in ("signal", "socket", "selectors", "struct", "threading", "pickle", "preloaded"):
+        (lying_about / f"{name}.py").write_text(tells)
+    works = ["forkserver works", str(lying_about), *["spawn works"] * (sys.version_info >= (3, 11))]
+    server = Path(megapatch.__file__).parent / "testing/_server.py"
+    assert python(str(tmp_path / "start.py"), str(server), cwd=lying_about).splitlines() == works
+
+
 def test_nor_for_a_script_that_is_started_through_a_symlink(lying_about, tmp_path_factory):
     link = tmp_path_factory.mktemp("bin") / "link.py"
     link.symlink_to(lying_about / "script.py")

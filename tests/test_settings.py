@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megapatch._engine.engine import this_process
 from megapatch._engine.settings import VARIABLES, Settings
+from megapatch.errors import MegapatchError
+from megapatch.patches._catalogue import RETIRED
 
 NAMES = ["megatron.forward-pre-hook", "megatron.train-reentry", "slime.train-reentry"]
 
@@ -41,6 +44,16 @@ def test_an_unknown_name_is_said_once_with_near_matches():
     ]
 
 
+def test_a_removed_patch_stays_known(monkeypatch):
+    monkeypatch.setitem(RETIRED, "megatron.gone", "megatron-core 0.99.0")
+    assert off(DISABLE="megatron.gone,megatron.go*", ONLY="megatron.gone") == (NAMES, [])
+    this_process().restore("megatron.gone")  # changes nothing
+    with pytest.raises(MegapatchError, match=r"was removed from megapatch; megatron-core 0\.99\.0 has the repair"):
+        this_process().roster.matching_names("megatron.gone")
+    with pytest.raises(MegapatchError, match="no patch is called"):
+        this_process().restore("megatron.never")
+
+
 def test_a_family_needs_an_asterisk():
     assert off(DISABLE="megatron")[1] == [
         "MEGAPATCH_DISABLE: no patch is called 'megatron'; did you mean megatron.*?"
@@ -52,6 +65,25 @@ def test_the_reason_names_the_variable_and_what_was_typed():
     assert Settings(only=("a", "b")).why_disabled("me.too") == "not named by MEGAPATCH_ONLY=a,b"
     both = Settings(only=("a",), disable=("me.too",))
     assert both.why_disabled("me.too") == "switched off by MEGAPATCH_DISABLE=me.too"
+
+
+def test_patches_by_a_property():
+    """One that is not loaded may change numbers."""
+    for settings, kept, changing in (
+        (Settings(only=("@same-numbers",)), None, "not named by MEGAPATCH_ONLY=@same-numbers"),
+        (Settings(disable=("@same-numbers",)), "switched off by MEGAPATCH_DISABLE=@same-numbers", None),
+        (Settings(only=("@same-numbers", "megatron.*")), None, None),
+    ):
+        assert settings.complaints(NAMES) == []
+        assert settings.why_disabled("megatron.too", changes_numbers=False) == kept
+        assert settings.why_disabled("megatron.too") == changing
+
+
+def test_an_unknown_property_is_said_with_the_known_one():
+    for pattern in ("@same", "@same-numbers*", "@*"):
+        said = f"MEGAPATCH_ONLY: no selection of patches is called '{pattern}'; known: @same-numbers"
+        assert Settings(only=(pattern,)).complaints(NAMES, more_to_come=True) == [said]
+        assert Settings(only=(pattern,)).why_disabled("me.too", changes_numbers=False)
 
 
 def test_at_most_three_near_matches():
@@ -73,6 +105,15 @@ def test_only_the_audit_may_be_told_to_raise():
     settings = Settings.from_environment(raising)
     assert settings.audit and settings.strict
     assert settings.complaints(NAMES) == ["MEGAPATCH_STRICT=raise is neither 1 nor 0; it is taken for 1"]
+    misspelt = off(AUDIT="riase")[1]
+    assert misspelt == ["MEGAPATCH_AUDIT=riase is neither 1, 0 nor raise; it is taken for 1"]
+
+
+def test_the_audits_variables_without_the_audit_are_said():
+    for name, value in {"AUDIT_EVERY": "5", "AUDIT_ACCEPT": "stepped-once"}.items():
+        said = f"MEGAPATCH_{name} is set, and MEGAPATCH_AUDIT is not; set MEGAPATCH_AUDIT=1 to watch"
+        for audit, expected in {"": [said], "0": [], "1": []}.items():
+            assert off(**{name: value, "AUDIT": audit})[1] == expected
 
 
 @pytest.mark.parametrize("variable", ["AUDIT", "STRICT", "NO_ENTRY_POINTS", "QUIET"])
@@ -90,7 +131,8 @@ def test_switches(variable):
         assert (getattr(settings, variable.lower()), settings.complaints(NAMES)) == (on, [])
     settings = Settings.from_environment({f"MEGAPATCH_{variable}": "perhaps"})
     assert getattr(settings, variable.lower())
-    assert settings.complaints(NAMES) == [f"MEGAPATCH_{variable}=perhaps is neither 1 nor 0; it is taken for 1"]
+    neither = "1, 0 nor raise" if variable == "AUDIT" else "1 nor 0"
+    assert settings.complaints(NAMES) == [f"MEGAPATCH_{variable}=perhaps is neither {neither}; it is taken for 1"]
 
 
 def test_the_page_has_each_variable_with_the_meaning_that_doctor_shows():

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 import megapatch
-from megapatch._engine.record import NEEDS_ATTENTION, Record
+from megapatch._engine.record import Record
 from megapatch._engine.settings import Settings, unknown_variables
-from megapatch._troubleshooting import see
+from megapatch._version import see
 from megapatch.audit._settings import bad_values
+from megapatch.patch import Status
 
 PACKAGE = Path(megapatch.__file__).parent
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
@@ -32,9 +33,9 @@ LOG_THEIR_ARGUMENT = {
 # What other functions make, or log for those above.
 MADE_ELSEWHERE = {
     "%s": [
-        *(f"NAME: MODULE is {status.value}: REASON" for status in NEEDS_ATTENTION),
+        *(f"NAME: MODULE is {status.value}: REASON" for status in Status if status.needs_attention),
         *unknown_variables({"MEGAPATCH_DISABLED": "x"}),
-        *Settings(strict_value="perhaps").complaints([]),
+        *Settings(strict_value="perhaps", without_audit=("MEGAPATCH_AUDIT_EVERY",)).complaints([]),
         *Settings(disable=("xyz",)).complaints(["a.patch"]),
         *bad_values({"MEGAPATCH_AUDIT_EVERY": "x", "MEGAPATCH_AUDIT_ACCEPT": "x"}),
     ],
@@ -139,7 +140,7 @@ def test_every_message_ends_with_the_address_of_its_entry():
     assert "\n## Settings\n" in PAGE.read_text()
 
 
-@pytest.mark.parametrize("status", NEEDS_ATTENTION)
+@pytest.mark.parametrize("status", [status for status in Status if status.needs_attention])
 def test_a_status_that_needs_attention_has_the_address_of_its_entry(caplog, status):
     Record("a.patch", "module", (), None).set(status, "reason", "Traceback:\n  line")
     first, *_ = caplog.messages[0].splitlines()

@@ -16,7 +16,7 @@ from verdicts import releases, table
 from verdicts.process import CouldNotLook, verdicts_on
 
 from megapatch import Patch
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 from megapatch._versions import version_of
 from megapatch.patches import PATCHES
 

@@ -14,7 +14,7 @@ from megapatch import _version
 from megapatch._cli import demo
 
 PACKAGE = Path(_version.__file__).parent
-EXACT = "import sys; sys.path.insert(0, '.'); import megapatch._exact_version as v; print(v.exact_version())"
+EXACT = "import sys; sys.path.insert(0, '.'); import megapatch._versions as v; print(v.exact_version())"
 
 
 def exact_in(folder):

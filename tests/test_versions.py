@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from megapatch import _finding, _versions
+from megapatch import _versions
+from megapatch._python import finding
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def tree(tmp_path, monkeypatch):
     ],
 )
 def test_a_module_is_found_without_importing_it(tree, name, found):
-    assert (_finding.find_module(name) is not None) == found
+    assert (finding.find_module(name) is not None) == found
     assert not [name for name in sys.modules if name.startswith("megapatch_test_namespace")]
 
 

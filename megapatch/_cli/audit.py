@@ -66,7 +66,8 @@ def read(folder: Path) -> tuple[Summary, list[str]]:
 def _code(summary: Summary, unreadable: list[str]) -> int:
     if any(attempt.findings for attempt in summary.attempts):
         return NOT_WELL
-    return COULD_NOT_LOOK if unreadable or not summary.ranks or summary.not_ended else WELL
+    was_killed = any(attempt.not_ended for attempt in summary.attempts)
+    return COULD_NOT_LOOK if unreadable or not summary.ranks or was_killed else WELL
 
 
 def _write(path: str, html: str) -> bool:

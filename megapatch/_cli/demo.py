@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .._engine.settings import DISABLE, ONLY
-from .._exact_version import exact_version
 from .._reporting import terminal
 from .._verify.world import lacking
 from .._version import REPOSITORY, __version__
-from .._versions import here
+from .._versions import exact_version, here
 from ..patch import Status
 from ..patches import PATCHES
 

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._engine.engine import this_process
-from .._exact_version import exact_version
+from .._engine.settings import SAME_NUMBERS
 from .._printable import first_line_at_the_margin
 from .._reporting import terminal
+from .._versions import exact_version
 from ..errors import MegapatchError
 from ..patch import Patch, PatchInfo
 from .doctor import EXIT_CODES, compare, doctor
@@ -220,9 +221,16 @@ def _add_list(commands: Any) -> None:
         "list",
         help="list all patches",
         description="List all patches in the order in which they are considered, third-party patches\nlast.",
-        epilog="exit codes:\n  0  listed\n",
+        epilog="exit codes:\n  0  listed\n  2  no patch has this name\n",
     )
-    command.set_defaults(run=lambda options: list_patches())
+    command.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"list these only: names, globs, or {SAME_NUMBERS} for those that do not change the numbers of a run "
+        "that did not crash",
+    )
+    command.set_defaults(run=lambda options: list_patches(options.names))
 
 
 def _add_explain(commands: Any) -> None:
@@ -291,10 +299,12 @@ _HEADING = re.compile("[A-Z][a-z]+ {2,}")
 _PARAGRAPH_ENDS = re.compile(r"\n(?! )")
 
 
-def list_patches() -> int:
-    """Print one line for each patch, in the catalogue's order."""
-    patches = _all_patches()
-    rows, columns = [(patch.name, patch.summary) for patch in patches], terminal.columns_of_a_terminal()
+def list_patches(names: Sequence[str] = ()) -> int:
+    """Print one line for each of the named patches, or of all, in the catalogue's order."""
+    if (patches := _named_patches(names or "*")) is None:
+        return terminal.COULD_NOT_LOOK
+    rows = [(patch.name, patch.summary + " (changes numbers)" * patch.changes_numbers) for patch in patches]
+    columns = terminal.columns_of_a_terminal()
     # In a narrow table a summary would have few words a line.
     narrow = columns is not None and columns < max(len(name) for name, _ in rows) + 40
     terminal.write("\n".join(terminal.table(rows, columns, widest=2 if narrow else None)))
@@ -303,13 +313,9 @@ def list_patches() -> int:
 
 def explain(names: Sequence[str]) -> int:
     """Print everything about the named patches, from their docstrings and sites."""
-    patches = _all_patches()
-    try:
-        chosen = this_process().roster.matching_names(*names)
-    except MegapatchError as error:
-        terminal.note(str(error))
+    if (patches := _named_patches(names)) is None:
         return terminal.COULD_NOT_LOOK
-    for patch in [patch for patch in patches if patch.name in chosen]:
+    for patch in patches:
         columns = terminal.columns_of_a_terminal()
         for paragraph in _PARAGRAPH_ENDS.split(f"{patch.name}: {inspect.cleandoc(patch.doc)}"):
             _write_fitted(paragraph, _ALIGNED if _HEADING.match(paragraph) else 0, columns)
@@ -333,10 +339,17 @@ def _write_fitted(text: str, indent: int, columns: int | None) -> None:
     terminal.write(text)
 
 
-def _all_patches() -> list[PatchInfo]:
-    """Return all patches; of those that are off, or cannot be loaded, the known facts."""
+def _named_patches(names: Sequence[str]) -> list[PatchInfo] | None:
+    """Return the named patches; of those that are off, or cannot be loaded, the known facts.
+
+    Say it where a name stands for none, and return None."""
     this_process().load_all()
-    return list(this_process().roster.known_patches)
+    try:
+        chosen = this_process().roster.matching_names(*names)
+    except MegapatchError as error:
+        terminal.note(str(error))
+        return None
+    return [patch for patch in this_process().roster.known_patches if patch.name in chosen]
 
 
 def _sites(patch: PatchInfo) -> list[tuple[str, tuple[str, ...]]]:

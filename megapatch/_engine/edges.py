@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
-from .._troubleshooting import see
+from .._version import see
 
 log = logging.getLogger("megapatch")
 
@@ -21,6 +22,19 @@ def clean_record(record: logging.LogRecord) -> bool:
     from .._printable import clean_record  # many processes log nothing
 
     return clean_record(record)
+
+
+def is_the_command(*words: str) -> bool:
+    """Return whether this process is `megapatch WORDS ...`; `python -m megapatch` calls it "-m" at first."""
+    name, *others = getattr(sys, "argv", None) or [""]
+    by_module = name == "-m" and ("-m", "megapatch") in itertools.pairwise(sys.orig_argv)
+    return (by_module or os.path.basename(name) == "megapatch") and others[: len(words)] == [*words]
+
+
+def warn_of_a_setting(problem: str) -> None:
+    """Log what is wrong with the environment; `megapatch doctor` says it at its end."""
+    if not is_the_command("doctor"):
+        log.warning("%s" + see("settings"), problem)
 
 
 def say(text: str) -> None:

@@ -15,14 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .._troubleshooting import see
+from .._version import see
 from ..patch import Patch, PatchInfo, Status
 from ..patches import _catalogue
 from . import watch
-from .edges import broken_modules_are_logged, clean_record
+from .edges import broken_modules_are_logged, clean_record, warn_of_a_setting
 from .entry_points import third_parties
 from .first_sign import FirstSign
-from .record import NEEDS_ATTENTION, Off, Record, Unloaded
+from .record import Off, Record, Unloaded
 from .roster import Roster
 from .settings import Settings
 
@@ -95,8 +95,8 @@ class Engine:
             MegapatchError: for an unknown name.
             RestoreError: when someone else has patched a target on top of megapatch; nothing is changed then.
         """
-        chosen = self.roster.matching_names(*names or "*")
         self.load_families()  # so that restored ones stay away when their module is imported
+        chosen = self.roster.matching_names(*(set(names or "*") - _catalogue.RETIRED.keys()))
         self._restore(self.roster.of_patches(chosen))
 
     def _restore(self, chosen: Collection[Record]) -> None:
@@ -126,6 +126,7 @@ class Engine:
     def _stay_off(self, home: str) -> None:
         """Leave this process to the copy of megapatch in the folder `home`."""
         self._active = False
+        self.first_sign.hush()  # the copy that stays has a sign of its own
         for record in self.records:
             record.stay_away(Off.SECOND_COPY)
         log.warning(
@@ -262,7 +263,7 @@ class Engine:
         Args:
             loaded: the target that has just been loaded, whose spec still says that it is being imported.
         """
-        if bad := next((record for record in self.records if record.status in NEEDS_ATTENTION), None):
+        if bad := next((record for record in self.records if record.status.needs_attention), None):
             self.first_sign.not_in_place(f"{bad.name} is {bad.status.value} at {bad.where}")
         under_way = (watch.half_loaded(sys.modules.get(name)) for name in self._watched if name != loaded)
         if self._applied and not any(under_way):
@@ -280,7 +281,7 @@ class Engine:
             problem = complaint.partition(";")[0]  # the names that it suggests change as patches are loaded
             if problem not in self._warned_of:
                 self._warned_of.add(problem)
-                log.warning("%s" + see("settings"), complaint)
+                warn_of_a_setting(complaint)
 
     def _raise_if_strict(self, records: Iterable[Record]) -> None:
         if self.settings.strict:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .._troubleshooting import see
+from .._version import see
 from ..patch import Patch, PatchInfo
 from .record import Unloaded
 from .settings import Settings

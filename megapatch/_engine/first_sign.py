@@ -97,12 +97,14 @@ def _began_with_a_rank() -> bool:
 
     A rank that multiprocessing has started sets the variables itself. Without /proc nobody knows.
     """
+    from .._ranks import RANKS
+
     try:
         with open("/proc/self/environ", "rb") as began_with:
-            variables = began_with.read().split(b"\0")
-    except OSError:
+            names = {variable.partition(b"=")[0].decode() for variable in began_with.read().split(b"\0")}
+    except (OSError, UnicodeDecodeError):
         return False
-    return any(variable.startswith((b"RANK=", b"SLURM_PROCID=")) for variable in variables)
+    return not names.isdisjoint(RANKS)
 
 
 def _has_parent() -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from .._loaded_modules import loaded_modules
+from .._python.loaded_modules import loaded_modules
 
 
 class Holder(NamedTuple):

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from .._layers import HIDDEN, attribute_of
+from .._python.layers import HIDDEN, attribute_of
 
-_MOST_PARTS = 5000
+_MOST_PARTS, _MOST_HANDS = 5000, 100
 _UNWRAPPING = (HIDDEN, "unwrap")
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
@@ -27,6 +27,23 @@ def reaches(top: Any, sought: Any, owner: Any) -> bool:
         owner: the module or class that has `top`.
     """
     return _Search(sought, owner).finds(top)
+
+
+def holds(top: Any, sought: Any) -> bool:
+    """Return whether a function of others has `sought` at hand, in a closure or a global that its code names.
+
+    Less than `reaches`: without ``__wrapped__`` nothing else says that it has to do with ours.
+    """
+    found = [top]
+    for part in found:  # which grows
+        if part is sought:
+            return True
+        if type(part) is FunctionType and len(found) < _MOST_HANDS:
+            at_hand = [*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values()]
+            at_hand += [part.__globals__.get(name) for name in _names_in(part.__code__)]
+            found += [value for cell in part.__closure__ or () for value in _contents(cell)]
+            found += [value for value in at_hand if value is sought]
+    return False
 
 
 class _Search:

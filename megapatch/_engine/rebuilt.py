@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .._layers import attribute_of
-from .._loaded_modules import loaded_modules, names_of
+from .._python.layers import attribute_of
+from .._python.loaded_modules import loaded_modules, names_of
 from .target import ReplacedTarget
 
 

@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from .. import _finding
-from .._troubleshooting import see
+from .._python import finding
+from .._version import see
 from ..patch import Patch, PatchInfo, Status, Verdict
 from . import watch
 from .edges import comes_from_outside
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from .target import ReplacedTarget
 
 log = logging.getLogger("megapatch")
-
-NEEDS_ATTENTION = (Status.FAILED, Status.OVERWRITTEN, Status.MISSED, Status.REFUSED)
-"""Statuses in which a patch that is needed, or may be, is not in place: logged, and doctor's exit code 1."""
 
 NOT_IMPORTED = "not imported yet"
 _MISSED = "loaded, and not patched: megapatch did not see its import; megapatch.apply() patches it"
@@ -45,8 +42,8 @@ class Record:
         name: the patch, or a glob for several.
         where: the module, in messages.
         modules: the modules whose import is watched.
-        looked_for: whether megapatch has looked for the modules since this was made, or allowed again. A loaded
-            one that was not considered then was missed; before that it is about to be considered.
+        looked_for: whether sys.modules was searched since this was made or allowed again. Until then a loaded
+            module is pending, afterwards missed.
         paths: of the targets in their module, as the site has them; none while the patches are not loaded.
         installed: the targets in place.
         installation: how many sites were installed in this process when this one was; a later one may stand on top
@@ -75,7 +72,7 @@ class Record:
         """Record the status; one that needs attention is logged at WARNING, once."""
         is_new = (status, reason) != (self.status, self.reason)
         self.status, self.reason, self.traceback = status, reason, trace
-        if is_new and status in NEEDS_ATTENTION:
+        if is_new and status.needs_attention:
             text = f"{self.name}: {self.where} is {status.value}: {reason}{self._advice()}{see(status.value)}"
             log.warning("%s", f"{text}\n{trace}" if trace else text)
 
@@ -122,7 +119,7 @@ class Record:
             return Status.PENDING, "its import is under way"
         if loaded and self.looked_for:
             return Status.MISSED, self.reason if self.status is Status.MISSED else _MISSED
-        if not loaded and all(_finding.find_module(name) is None for name in self.modules):
+        if not loaded and all(finding.find_module(name) is None for name in self.modules):
             return Status.NOT_INSTALLED, "there is no such module to import"
         return Status.PENDING, NOT_IMPORTED
 

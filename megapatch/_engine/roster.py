@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import MegapatchError
 from ..patch import Patch, PatchInfo, Site, Status
 from .record import Off, Record, Unloaded
-from .settings import Settings, matching, unknown_name
+from .settings import Settings, stands_for, unknown_name
 
 if TYPE_CHECKING:
     from .site_record import SiteRecord
@@ -55,16 +55,20 @@ class Roster:
         return tuple(dict.fromkeys(patch for record in records for patch, _ in record.rows()))
 
     def matching_names(self, *patterns: str) -> list[str]:
-        """Return the names of the patches that these names or globs stand for.
+        """Return the names of the patches that these names, globs or selections stand for.
 
         Raises:
             MegapatchError: for a pattern that stands for no patch.
         """
-        known = [patch.name for patch in self.known_patches]
+        # One that is not loaded may change numbers.
+        known = {patch.name: patch.changes_numbers or not isinstance(patch, Patch) for patch in self.known_patches}
+        chosen: set[str] = set()
         for pattern in patterns:
-            if not matching(pattern, known):
+            meant = {name for name, changes in known.items() if stands_for(pattern, name, changes)}
+            if not meant:
                 raise MegapatchError(unknown_name(pattern, known))
-        return [name for name in known if any(matching(pattern, [name]) for pattern in patterns)]
+            chosen |= meant
+        return [name for name in known if name in chosen]
 
     def of_patches(self, names: Collection[str]) -> list[Record]:
         """Return the records that are about these patches only, without the lowest ones."""
@@ -115,7 +119,7 @@ class Roster:
         known = [(other, record.off) for record in others for other, _ in record.rows()]
         if any(other is patch for other, _ in known):
             return ()
-        why_off = self._settings.why_disabled(patch.name)
+        why_off = self._settings.why_disabled(patch.name, patch.changes_numbers)
         records = tuple(_record_of(patch, site, why_off) for site in patch.sites)
         if any(other.name == patch.name and off is not Off.DUPLICATE for other, off in known):
             for record in records:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from ..patches._catalogue import RETIRED
+
 DISABLE = "MEGAPATCH_DISABLE"
 ONLY = "MEGAPATCH_ONLY"
 STRICT = "MEGAPATCH_STRICT"
@@ -35,6 +37,9 @@ RUN_TARGETS = "MEGAPATCH_RUN_TARGETS"
 
 RAISE = "raise"
 
+SAME_NUMBERS = "@same-numbers"
+"""Stands for the patches that do not change the numbers of a run that did not crash."""
+
 _MOST_NAMES = 9
 """Names that a sentence lists one by one."""
 _OFF, _ON = ("", "0", "false", "no", "off"), ("1", "true", "yes", "on")
@@ -45,11 +50,20 @@ def matching(pattern: str, known: Iterable[str]) -> list[str]:
     return [name for name in known if fnmatchcase(name, pattern)]
 
 
+def stands_for(pattern: str, name: str, changes_numbers: bool) -> bool:
+    """Return whether a name, a glob or `SAME_NUMBERS` stands for the patch of this name."""
+    return not changes_numbers if pattern == SAME_NUMBERS else bool(matching(pattern, [name]))
+
+
 def unknown_name(name: str, known: Iterable[str], kind: str = "patch", kinds: str = "patches") -> str:
     """Say in one sentence that a name or glob stands for no patch, or other kind, and suggest similar names."""
+    if kind == "patch" and name in RETIRED:
+        return f"{name} was removed from megapatch; {RETIRED[name]} has the repair"
     import difflib  # only when a name is wrong
 
     known = list(known)
+    if name.startswith("@"):
+        return f"no selection of {kinds} is called {name!r}; known: {SAME_NUMBERS}"
     families = {patch.partition(".")[0] for patch in known}
     near = [f"{name}.*"] if name in families else difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     if len(known) > _MOST_NAMES:  # their families
@@ -92,7 +106,8 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 class Settings(NamedTuple):
     """The user's choices, as names and globs; a ``_value`` is a variable's text.
 
-    `unknown_variables` has a sentence for each variable that looks like one of ours and is not.
+    `unknown_variables` has a sentence for each variable that looks like one of ours and is not; `without_audit`
+    names the audit's variables that are set while MEGAPATCH_AUDIT is not.
     """
 
     disable: tuple[str, ...] = ()
@@ -101,6 +116,7 @@ class Settings(NamedTuple):
     no_entry_points_value: str = ""
     audit_value: str = ""
     quiet_value: str = ""
+    without_audit: tuple[str, ...] = ()
     unknown_variables: tuple[str, ...] = ()
 
     @classmethod
@@ -115,6 +131,7 @@ class Settings(NamedTuple):
             no_entry_points_value=switch(NO_ENTRY_POINTS),
             audit_value=switch(AUDIT),
             quiet_value=switch(QUIET),
+            without_audit=tuple(name for name in (EVERY, ACCEPT) if switch(name) and not switch(AUDIT)),
             unknown_variables=tuple(unknown_variables(environment)),
         )
 
@@ -151,18 +168,19 @@ class Settings(NamedTuple):
         """Return whether this is the variable of a switch that is off."""
         return self._switches.get(variable, "1") in _OFF
 
-    def switched_off(self, name: str) -> str | None:
-        """Say why this name is explicitly off, or return None."""
+    def switched_off(self, name: str, changes_numbers: bool = True) -> str | None:
+        """Say why this patch is explicitly off, or return None. One that is not loaded may change numbers."""
         for pattern in self.disable:
-            if matching(pattern, [name]):
+            if stands_for(pattern, name, changes_numbers):
                 return f"switched off by {DISABLE}={pattern}"
         return None
 
-    def why_disabled(self, name: str) -> str | None:
+    def why_disabled(self, name: str, changes_numbers: bool = True) -> str | None:
         """Say why this patch stays off, or return None when it may be applied."""
-        if self.only and not any(matching(pattern, [name]) for pattern in self.only):
-            return self.switched_off(name) or f"not named by {ONLY}={','.join(self.only)}"
-        return self.switched_off(name)
+        off = self.switched_off(name, changes_numbers)
+        if self.only and not any(stands_for(pattern, name, changes_numbers) for pattern in self.only):
+            return off or f"not named by {ONLY}={','.join(self.only)}"
+        return off
 
     def complaints(self, known: Iterable[str], more_to_come: bool = False) -> list[str]:
         """Write one sentence for each bad value in the environment.
@@ -172,11 +190,12 @@ class Settings(NamedTuple):
             more_to_come: whether other distributions have patches that are not loaded yet. A name that may be of
                 such a patch is not judged: it has a family, and not that of a known patch.
         """
-        found = [
-            f"{variable}={value} is neither 1 nor 0; it is taken for 1"
-            for variable, value in self._switches.items()
-            if value not in (*_OFF, *_ON, *((RAISE,) if variable == AUDIT else ()))
-        ]
+        found = []
+        for variable, value in self._switches.items():
+            more, expected = ((RAISE,), f"1, 0 nor {RAISE}") if variable == AUDIT else ((), "1 nor 0")
+            if value not in (*_OFF, *_ON, *more):
+                found.append(f"{variable}={value} is neither {expected}; it is taken for 1")
+        found += [f"{name} is set, and {AUDIT} is not; set {AUDIT}=1 to watch" for name in self.without_audit]
         known = list(known)
         families = {patch.partition(".")[0] for patch in known}
         for variable, pattern in [
@@ -184,7 +203,7 @@ class Settings(NamedTuple):
             *((ONLY, name) for name in self.only),
         ]:
             family, dot, _ = pattern.partition(".")
-            may_come = more_to_come and family not in families and (dot or "*" in pattern)
-            if not matching(pattern, known) and not may_come:
+            may_come = more_to_come and family not in families and (dot or "*" in pattern) and pattern[0] != "@"
+            if pattern != SAME_NUMBERS and not matching(pattern, [*known, *RETIRED]) and not may_come:
                 found.append(f"{variable}: {unknown_name(pattern, known)}")
         return found

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import ModuleType
 
-from ..patch import Patch, PatchInfo, Site, Status, Verdict, VerdictKind
+from ..patch import Patch, PatchInfo, Site, Status, Verdict
 from . import holders
 from .edges import comes_from_outside
 from .holders import Holder
@@ -18,12 +18,6 @@ from .install import check_current, install, rebind, rollback, uninstall
 from .record import NOT_IMPORTED, Off, Record
 from .target import ReplacedTarget
 
-_STATUS_OF_VERDICT = {
-    VerdictKind.FIXED: Status.NOT_NEEDED,
-    VerdictKind.ABSENT: Status.NOT_NEEDED,
-    VerdictKind.UNSUPPORTED: Status.UNSUPPORTED,
-    VerdictKind.UNKNOWN: Status.REFUSED,
-}
 _UNPATCHED_AGAIN = (
     "the module's own code is there again, as after a reload, and is not patched; megapatch.apply() patches it"
 )
@@ -138,17 +132,17 @@ class SiteRecord(Record):
         if not isinstance(verdict, Verdict):
             raise TypeError(f"diagnose returned {verdict!r}, not a Verdict")
         self.verdict = verdict
-        if verdict.kind is VerdictKind.NEEDED:
+        if verdict.kind.status is Status.APPLIED:
             self.phase, self.installation = Phase.INSTALLING, next(_installations)
             install(self.patch.name, module, self.site, self._note)
             self.phase = Phase.INSTALLED if self.installed else Phase.IDLE
         else:
             reason = verdict.reason
-            if verdict.kind is VerdictKind.UNKNOWN:
+            if verdict.kind.status.needs_attention:
                 from .. import _versions  # only when something is wrong
 
                 reason += _versions.remark(self.site.module)
-            self.set(_STATUS_OF_VERDICT[verdict.kind], reason)
+            self.set(verdict.kind.status, reason)
 
     def _bind(self, found: dict[int, list[Holder]]) -> None:
         rebind(self.installed, found)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import StrictError
 from ..patch import Status
-from .record import NEEDS_ATTENTION, Record
+from .record import Record
 from .wording import not_in_place
 
 
@@ -37,7 +37,7 @@ def raise_for(records: Iterable[Record]) -> None:
     Raises:
         StrictError: if there are any.
     """
-    bad = [record for record in records if record.status in NEEDS_ATTENTION]
+    bad = [record for record in records if record.status.needs_attention]
     for record in bad:
         if record.status not in (Status.OVERWRITTEN, Status.MISSED):  # that module has long been in use
             for name in record.modules:

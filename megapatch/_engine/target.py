@@ -15,8 +15,8 @@ from typing import Any
 
 import wrapt
 
-from .._dotted import below
-from .._layers import HOLDER, MARK, attribute_of, innermost, layers_of
+from .._python.dotted import below
+from .._python.layers import HOLDER, MARK, attribute_of, innermost, layers_of
 from .holders import Holder
 
 
@@ -109,15 +109,15 @@ class ReplacedTarget:
     def is_in_effect(self) -> bool:
         """Whether our replacement is at the target's path, or below a wrapper there, which can reach it.
 
-        functools.wraps alone does not say that the wrapper calls ours.
+        functools.wraps alone does not say that the wrapper calls ours, and a wrapper may do without it.
         """
         current = self.current
         if current is self.replacement:
             return True
-        if not any(layer is self.replacement for layer in layers_of(current)):
-            return False
-        from .reaches import reaches  # only where others have patched on top
+        from .reaches import holds, reaches  # only where others have patched on top
 
+        if not any(layer is self.replacement for layer in layers_of(current)):
+            return holds(current, self.replacement)
         return reaches(current, self.replacement, self._find(self.module)[0])
 
     @property

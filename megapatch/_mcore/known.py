@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from .._dotted import find
+from .._python.dotted import find
 
 CONFIG = "megatron.core.model_parallel_config:ModelParallelConfig"
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from .._dotted import find
+from .._python.dotted import find
 from .logged_losses import TRACKERS
 from .side_table import SideTable
 

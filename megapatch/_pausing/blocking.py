@@ -37,8 +37,7 @@ class Blocking:
     async def attempt(self, call: Call, what: str, interruptible: bool = False) -> Outcome:
         """Attempt the call as `waiting.attempt` does, but block. Awaits nothing.
 
-        An interruption of the wait, by Ctrl-C or what else a signal's handler raises, is what a cancellation is
-        there.
+        An exception from a signal handler that interrupts the wait counts as a cancellation.
         """
         import asyncio
 

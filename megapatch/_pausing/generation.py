@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from .._troubleshooting import see
+from .._version import see
 from ..errors import MisuseError
 from .waiting import Call, Outcome, attempt, is_under_way, tell_besides
 

@@ -23,9 +23,9 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from enum import Enum
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from .._troubleshooting import see
+from .._version import see
 from ..errors import MegapatchError, MisuseError
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def is_remote(call: Callable[..., object]) -> bool:
     return callable(getattr(type(call), "remote", None))
 
 
-def begin(call: Call) -> object:
+def begin(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call it, and return its result, which may be something to wait for."""
-    return call.remote() if is_remote(call) else call()  # type: ignore[attr-defined]
+    return (call.remote if is_remote(call) else call)(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------ what is under way
@@ -270,8 +270,20 @@ async def _run_to_end(
     return task, cancelled
 
 
+def failure_of(task: asyncio.Task[Any]) -> BaseException | None:
+    """Return why a finished task failed, or None if it did not fail."""
+    return None if task.cancelled() else task.exception()
+
+
+def raise_cancelled(cancelled: BaseException, task: asyncio.Task[Any]) -> NoReturn:
+    """Raise the cancellation, caused by the task's failure if there is one: `from None` would hide the context."""
+    if (failure := failure_of(task)) is not None:
+        raise cancelled from failure
+    raise cancelled
+
+
 def _failure_of(task: asyncio.Task[Any], what: str) -> BaseException | None:
-    return _cancelled(what) if task.cancelled() else task.exception()
+    return _cancelled(what) if task.cancelled() else failure_of(task)
 
 
 def _cancelled(what: str) -> MegapatchError:
@@ -307,9 +319,7 @@ async def result_of(result: Any, what: str, data: bool = False) -> Any:
     task, cancelled = await _run_to_end(waiting, result, True)
     failure = _failure_of(task, what)
     if cancelled is not None:
-        if failure is not None and not task.cancelled():
-            raise cancelled from failure
-        raise cancelled
+        raise_cancelled(cancelled, task)
     if failure is not None:
         raise failure
     return task.result()

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _versions
 from .._mcore.devices import device_of
-from .._meetings import LATE, meet, name_of
 from .._ranks import default_store, numbered
-from .._troubleshooting import see
+from .._version import see
 from ..errors import InconsistentError, MisuseError
 from ..patches import PATCHES
 from .facts import LOOK, Facts, difference, look
+from .meetings import LATE, meet, name_of
 
 if TYPE_CHECKING:
     import torch

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
-from .._engine.record import NEEDS_ATTENTION
 from .._engine.settings import REPORT
-from .._exact_version import exact_version
 from .._ranks import numbered, place
+from .._versions import exact_version
 from ..errors import InconsistentError
 from ..patch import Status
 from . import files, terminal
 from .facts import Facts, differences, look
-from .report import Report, make_report
+from .report import PatchReport, Report, make_report
 
 _KIND = "rank"
 """The beginning of these files' names."""
@@ -66,11 +66,20 @@ def check(*ignored: object, **also_ignored: object) -> None:
 def _line(report: Report) -> str:
     patches = [patch for patch in report.patches if patch.patch.family != "audit"]  # whose sites repair nothing
     applied = sum(patch.status is Status.APPLIED for patch in patches)
-    bad = [patch.patch.name for patch in report.patches if patch.status in NEEDS_ATTENTION]
+    bad = [patch.patch.name for patch in report.patches if patch.status.needs_attention]
     lacking = f", NOT in place: {', '.join(bad)}" if bad else ""
-    early = "" if applied or bad else " as yet: call check() when Megatron has been imported"
+    early = "" if applied or bad else _why_none(patches)
     patches_applied = f"{terminal.counted(applied, 'patch', 'patches')} applied" if applied else "no patch applied"
     return f"megapatch {exact_version()}, digest {report.digest}: {patches_applied}{early}{lacking}"
+
+
+def _why_none(patches: Collection[PatchReport]) -> str:
+    """Return the end of the sentence that no patch is applied: why all are off, or that it was too early."""
+    sites = [site for patch in patches for site in patch.sites if site.status is not Status.NOT_INSTALLED]
+    if any(site.verdict is not None for site in sites):
+        return ""
+    off = {site.reason if site.status is Status.DISABLED else "" for site in sites}
+    return f": {min(off)}" if off and all(off) else " as yet: call check() when Megatron has been imported"
 
 
 # -------------------------------------------------------------------------------------- a file a rank
@@ -148,7 +157,7 @@ def _read(data: dict[str, Any]) -> dict[str, Any]:
     lacking = [
         f"{text(patch['name'])} is {patch['status']} ({text(patch['reason'])})"
         for patch in data["report"]["patches"]
-        if Status(patch["status"]) in NEEDS_ATTENTION
+        if Status(patch["status"]).needs_attention
     ]
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(data.get("began", 0)))
     return {**data, "when": when, "facts": facts, "digest": text(data["report"]["digest"]), "lacking": lacking}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from .. import _versions
 from .._engine.engine import this_process
-from .._exact_version import exact_version
+from .._versions import exact_version
 
 Facts = dict[str, tuple[str, str]]
 """The findings in one process, by the name of a distribution or ``patch at module``: the value to compare, and the

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import platform
 import tempfile
@@ -140,15 +141,20 @@ _Read = TypeVar("_Read", bound=Mapping[str, Any])
 
 
 def attempts(reports: Sequence[_Read]) -> list[list[_Read]]:
-    """Return the contents of files that belong together, oldest first: of one world, and one of each rank."""
+    """Return the contents of files that belong together, oldest first: of one world, and one of each rank.
+
+    A file that was begun after the last sign of the others is another attempt's.
+    """
     found: list[dict[int, _Read]] = []
     latest: dict[str, dict[int, _Read]] = {}
+    last_sign: dict[str, float] = {}
     for report in sorted(reports, key=lambda report: float(report.get("began", 0))):
-        world = str(report.get("world", ""))
-        if world not in latest or report["rank"] in latest[world]:
-            latest[world] = {}
+        world, began = str(report.get("world", "")), float(report.get("began", 0))
+        if world not in latest or report["rank"] in latest[world] or began > last_sign[world]:
+            latest[world], last_sign[world] = {}, began
             found.append(latest[world])
         latest[world][report["rank"]] = report
+        last_sign[world] = max(last_sign[world], began + float(report.get("seconds", math.inf)))
     return [list(by_rank.values()) for by_rank in found] or [[]]
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import wrapt
 
-from .._dotted import below
 from .._engine.rebuilt import RebuiltTarget
 from .._engine.target import ReplacedTarget
 from .._engine.watch import half_loaded
-from .._layers import attribute_of, layers_of
+from .._python.dotted import below
+from .._python.layers import attribute_of, layers_of
 
 
 def patchers(
@@ -67,7 +67,7 @@ def _on_top(target: ReplacedTarget, ours: Collection[int]) -> Iterator[str]:
     layers = list(layers_of(target.current))
     inside = next((number for number, layer in enumerate(layers) if layer is target.replacement), None)
     if inside is None and layers:
-        yield f"{_who(layers[0])} has replaced"
+        yield f"{_who(layers[0])} has {'wrapped' if target.is_in_effect else 'replaced'}"
     for layer in layers[:inside] if inside else ():
         if id(layer) not in ours:
             yield f"{_who(layer)} has wrapped"

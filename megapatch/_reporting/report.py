@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from .. import _versions
 from .._engine.left_behind import left_behind
 from .._engine.record import Record
-from .._exact_version import exact_version
-from .._printable import clean, one_line
+from .._printable import clean, clean_data, one_line
+from .._versions import exact_version
 from ..patch import PatchInfo, Status
 from . import foreign
 from .terminal import document, width, wrapped
@@ -156,9 +156,9 @@ class Report(NamedTuple):
             ``schema`` (the version of this layout), ``digest``, ``versions`` and ``patches``,
             each patch with its ``sites``.
         """
-        return document(
-            digest=self.digest, versions=self.versions, patches=[patch.to_dict() for patch in self.patches]
-        )
+        patches = [patch.to_dict() for patch in self.patches]
+        data: dict[str, Any] = clean_data(document(digest=self.digest, versions=self.versions, patches=patches))
+        return data
 
     def table(self, columns: int) -> list[str]:
         """Return the lines of the table, without versions and digest.

@@ -8,23 +8,16 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .._engine.record import NEEDS_ATTENTION
 from ..errors import RestoreError
 from ..patch import Status
 from .check import DP, CannotRunHere, DefectSeen, Layout
 from .checks import CHECKS
 from .checks._steps import BOTH
 
-ORDER = (
-    *NEEDS_ATTENTION,
-    Status.APPLIED,
-    Status.DISABLED,
-    Status.UNSUPPORTED,
-    Status.PENDING,
-    Status.NOT_NEEDED,
-    Status.NOT_INSTALLED,
-)
-"""Of a patch with several sites the first status counts: one that is applied anywhere can be verified."""
+
+def _most_telling(status: Status) -> tuple[bool, ...]:
+    """Order a patch's sites: the first one counts, and a patch that is applied anywhere can be verified."""
+    return not status.needs_attention, status is not Status.APPLIED
 
 
 class PatchStatus(NamedTuple):
@@ -88,7 +81,7 @@ def _statuses(names: tuple[str, ...]) -> dict[str, PatchStatus]:
 
     from .._api import report
     from .._engine.engine import this_process
-    from .._finding import find_module
+    from .._python.finding import find_module
 
     quiet()
     this_process().load_families()
@@ -104,7 +97,7 @@ def _statuses(names: tuple[str, ...]) -> dict[str, PatchStatus]:
     found = {}
     for entry in report().patches:
         if entry.patch.name in names:
-            worst = min(entry.sites, key=lambda site: ORDER.index(site.status))
+            worst = min(entry.sites, key=lambda site: _most_telling(site.status))
             reason = worst.reason
             if worst.status is Status.PENDING:
                 reason = errors.get(worst.module) or reason

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .._engine.record import NEEDS_ATTENTION
 from .._engine.settings import AUDIT, DISABLE, EVERY, ONLY, STRICT
-from .._exact_version import exact_version
 from .._printable import clean, first_line_at_the_margin
 from .._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL, counted, document, table, wrapped
+from .._versions import exact_version
 from ..errors import RanksFailed, RanksTimedOut
 from ..patch import Status
 from ..patches._catalogue import CATALOGUE
@@ -27,10 +26,12 @@ WITH = {STRICT: "", AUDIT: "1", EVERY: "1"}
 
 REPAIRED, RIGHT, NOT_NEEDED = "repaired", "right", "not needed"
 WRONG, NOT_SEEN, NOT_IN_PLACE, UNDECIDED = "WRONG", "NOT SEEN", "NOT IN PLACE", "UNDECIDED"
-DISABLED, UNSUPPORTED, NOT_HERE, NO_CHECK, CANNOT = "disabled", "unsupported", "not here", "no check", "cannot run"
+NOT_HERE, NO_CHECK, CANNOT = "not here", "no check", "cannot run"
 
 BAD = (WRONG, NOT_SEEN, NOT_IN_PLACE, UNDECIDED)
 """Outcomes with which verify exits with 1."""
+_WORDS = {Status.NOT_INSTALLED: NOT_HERE, Status.PENDING: CANNOT}
+"""Statuses whose outcome has another word."""
 UNFINISHED = "it was not finished"
 """Text of a row until there is more to say."""
 
@@ -71,16 +72,10 @@ class Row:
 def without_a_run(name: str, patch_status: PatchStatus, has_check: bool) -> Row | None:
     """Return the row of a patch that there is nothing to run for, or None."""
     status, reason = Status(patch_status.status), patch_status.reason
-    if status is Status.NOT_INSTALLED:
-        return Row(name, NOT_HERE, text=reason)
-    if status in NEEDS_ATTENTION:
+    if status.needs_attention:
         return Row(name, NOT_IN_PLACE, text=f"{status.value}: {reason}")
-    if status is Status.DISABLED:
-        return Row(name, DISABLED, text=reason)
-    if status is Status.UNSUPPORTED:
-        return Row(name, UNSUPPORTED, text=reason)
-    if status is Status.PENDING:
-        return Row(name, CANNOT, text=reason)
+    if not status.is_well:
+        return Row(name, _WORDS.get(status, status.value), text=reason)
     if not has_check:
         if status is Status.NOT_NEEDED:
             return Row(name, NOT_NEEDED, text=reason)
@@ -246,7 +241,7 @@ class Results:
             names = _families([row.name for row in self.rows])
             return f"nothing was verified: none of what these patches are for is installed: {', '.join(names)}"
         repaired = sum(row.outcome == REPAIRED for row in self.rows)
-        off = [row.name for row in self.rows if row.outcome == DISABLED]
+        off = [row.name for row in self.rows if row.outcome == Status.DISABLED.value]
         less = f"; switched off: {', '.join(off)}" if off else ""
         defects = counted(repaired, "defect was", "defects were")
         others = f"; {counted(well - repaired, 'other check')} went well" if well > repaired else ""

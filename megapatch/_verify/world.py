@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, Protocol
 
-from .._finding import find_module
+from .._python.finding import find_module
 from .._versions import TESTED, here, too_old
 from ..errors import MegapatchError
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._engine.engine import this_process
 from .._engine.settings import REPORT
-from .._troubleshooting import see
+from .._version import see
 from ._audit import Audit, Part, part_of
 from ._findings import Finding, Ledger, Repair
 from ._rules import RULES, Rule

@@ -30,11 +30,12 @@ class BucketState:
         arrived: for each parameter, whether one of them is its own. It stays the same list: hooks keep it.
         had: for each parameter, whether it has had a gradient in any step.
         all_had: whether all of them have.
-        before: how many gradients had arrived until then, since an audit began to watch.
+        before: gradients that had arrived in earlier steps of this audit.
         reduces: how often the bucket was reduced since it was zeroed.
         stepped: whether an optimizer step has used its gradients.
         dropped: whether they were zeroed unused since the last step.
         excused: whether a call was interrupted, so that they may be dropped.
+        late: a gradient that came after a reduce or a step, as `Ledger.report` takes it: it may yet be zeroed.
     """
 
     def __init__(self, bucket: Any) -> None:
@@ -48,6 +49,7 @@ class BucketState:
         """Forget everything, and be watched by another audit, or by none."""
         self.watcher = watcher
         self.arrivals = self.reduces = self.before = 0
+        self.late: tuple[Any, ...] | None = None
         self.stepped = self.excused = self.dropped = self.all_had = False
         self.had = [False] * len(self.parameters)
         self.arrived[:] = self.had
@@ -67,7 +69,7 @@ class BucketState:
     def reset(self) -> None:
         """Note that the gradients were zeroed."""
         self.take()
-        self.reduces, self.stepped = 0, False
+        self.reduces, self.stepped, self.late = 0, False, None
 
 
 def state_of(bucket: Any) -> BucketState:

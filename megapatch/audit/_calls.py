@@ -33,8 +33,6 @@ SCHEDULES = (
 )
 
 _NOTHING = object()
-_KINDS = (("no-sync", "no_sync()"), ("config", "config."), ("other", "the "))
-"""Kinds of findings, and the beginning of the names of what it is about."""
 
 
 class Calls(Part):
@@ -94,7 +92,7 @@ class Calls(Part):
         """Return the state as a call begins; report changes of a call that raised, if they are still there."""
         found = _snapshot(chunks, self._functions_of(chunks[0].config))
         left, where = self._left.pop(chunks[0], ({}, ()))
-        self._report([name for name, value in left.items() if found.get(name, _NOTHING) == value], where)
+        self._report("left", [name for name, value in left.items() if found.get(name) == value], where)
         return found
 
     @observes
@@ -102,9 +100,10 @@ class Calls(Part):
         if before is None:
             return
         after = _snapshot(call.chunks, self._functions_of(call.chunks[0].config))
-        changed = {name: value for name, value in after.items() if before.get(name, _NOTHING) != value}
+        # A hook that was None may be set by the first call.
+        changed = {name: value for name, value in after.items() if before.get(name, _NOTHING) not in (value, None)}
         if call.has_returned:
-            self._report(list(changed))
+            self._report("changed", list(changed))
             return
         self._left.set(call.chunks[0], (changed, user_code()))
         machine = machine_of_this_process()
@@ -118,11 +117,10 @@ class Calls(Part):
         )
         return names
 
-    def _report(self, changed: list[str], where: tuple[str, ...] | None = None) -> None:
-        for kind, words in _KINDS:
-            if names := [name for name in changed if name.startswith(words)]:
-                what = f"a forward-backward call did not put back {', '.join(names)}"
-                self.ledger.report("hooks-balanced", kind, what, where)
+    def _report(self, kind: str, names: list[str], where: tuple[str, ...] | None = None) -> None:
+        if names:
+            what = f"a forward-backward call did not put back {', '.join(names)}"
+            self.ledger.report("hooks-balanced", kind, what, where)
 
     # ------------------------------------------------------------------------ the rerun machine
     @observes

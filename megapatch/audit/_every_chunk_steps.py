@@ -1,8 +1,8 @@
 """every-chunk-steps: all chunks of a model are stepped.
 
 Watches   calls and steps, as the other parts show them: as a call that trains begins, all of its chunks that the
-          call before has trained were stepped since, or none; and none of them was never stepped, while an
-          optimizer has stepped something that had no gradients.
+          call before has trained were stepped since, or none; and none of them was never stepped, and had
+          its gradients dropped, while an optimizer has stepped zeros.
 Limits    a model that is trained and never stepped is not reported while no optimizer steps.
 Cost      about a microsecond a chunk and call.
 """
@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 from ._audit import Audit, Call, Part, Step
+from ._buckets import is_zero, states_of
 from ._findings import describe, observes
 
 
@@ -37,8 +38,8 @@ class EveryChunkSteps(Part):
             names = [pair for chunk in left for pair in chunk.module.named_parameters()]
             what = f"{describe([parameter for _, parameter in names], names)} had gradients and were not stepped"
             self.ledger.report("every-chunk-steps", "left", f"{what}, as other chunks of their model were")
-        elif any(chunk in self._passed_over for chunk in left):
-            what = "the model had gradients and was not stepped, and an optimizer has stepped what had none"
+        elif any(state.dropped for chunk in left if chunk in self._passed_over for state in states_of(chunk)):
+            what = "the model had gradients that were dropped, and an optimizer has stepped what had none"
             self.ledger.report("every-chunk-steps", "model", what)
 
     @observes
@@ -49,7 +50,10 @@ class EveryChunkSteps(Part):
     @observes
     def begin_step(self, step: Step) -> None:
         """Note chunks that wait while others are stepped that were never trained."""
-        if not any(chunk in self._waiting or chunk in self._stepped for chunk in step.chunks):
+        if step.has_gradients or any(chunk in self._waiting or chunk in self._stepped for chunk in step.chunks):
+            return
+        states = [state for chunk in step.chunks for state in states_of(chunk)]
+        if states and all(map(is_zero, states)):  # else they were written by hand, or there are no buckets
             self._passed_over.update(self._waiting.difference(self._stepped))
 
     @observes

@@ -13,19 +13,20 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
-from .._engine.record import NEEDS_ATTENTION, Record
+from .._engine.record import Record
 from .._engine.settings import ACCEPT, REPORT
-from .._places import Line, in_words, user_lines
+from .._python.places import Line, in_words, user_lines
 from .._ranks import place
-from .._troubleshooting import see
+from .._version import see
 from ..errors import AuditError
-from ..patch import Status, VerdictKind
+from ..patch import Status
 from ._rules import RULES
 from ._timeline import Timeline
 
 log = logging.getLogger("megapatch")
 
-_NOT_IN_PLACE = frozenset((Status.DISABLED, *NEEDS_ATTENTION)) - {Status.REFUSED}
+GONE = "a parameter that the model no longer has"
+_NOT_IN_PLACE = frozenset({Status.DISABLED, *(each for each in Status if each.needs_attention)} - {Status.REFUSED})
 """Statuses of patches that may be needed; one that was refused is for code that it does not know."""
 
 
@@ -131,7 +132,9 @@ class Ledger:
         step: int | None = None,
         about: str = "",
     ) -> None:
-        """Record that a rule was broken; the first time of its kind is logged: WARNING, or INFO for a note.
+        """Record that a rule was broken; the first time of its kind is logged.
+
+        At WARNING, but notes of a rule after its first one: a process that is killed has said it by then.
 
         Args:
             kind: tells ways of breaking the same rule apart, in a word by which `_rules` has causes.
@@ -146,21 +149,23 @@ class Ledger:
             if known is not None:
                 known.count, known.last_step = known.count + 1, self.step
                 return
-            where = self._where() if where is None else where
+            where = self.here() if where is None else where
             known_repairs = repairs(RULES[rule].patches_of(kind))
             first = self.step if step is None else step
             before = self.timeline.since(first - 1)
             rank, _, is_known = place()
             rank_or_none = rank if is_known else None
             finding = Finding(rule, kind, what, rank_or_none, first, where, 1, self.step, known_repairs, before)
+            is_new = not finding.is_note or all(other != rule for other, *_ in self._found)
             self._found[rule, kind, about] = finding
-        if finding.is_note:
-            log.info("audit: note: %s", finding)
+        text = f"note: {finding}" if finding.is_note else str(finding)
+        if is_new:
+            log.warning("audit: %s" + see("audit-finding"), text)
         else:
-            log.warning("audit: %s" + see("audit-finding"), finding)
+            log.info("audit: %s", text)
         self.changed()
 
-    def _where(self) -> tuple[str, ...]:
+    def here(self) -> tuple[str, ...]:
         """Return the user's code now; of the latest call or step where there is none, as in autograd's threads."""
         return in_words((() if self._looks_back else user_lines()) or self.during)
 
@@ -201,12 +206,11 @@ class Ledger:
             log.info("audit: nothing found in %s", made)
         if notes:
             log.info("audit: noted in %s", "\n  ".join([f"{made}:", *map(str, notes)]))
-            names = ", ".join(dict.fromkeys(note.rule for note in notes))
+            count, names = f"{len(notes)} note{'s' * (len(notes) > 1)}", dict.fromkeys(note.rule for note in notes)
             log.warning(
-                "audit: %s, logged at INFO: %s; with %s=FOLDER, megapatch audit FOLDER shows them"
-                + see("audit-notes"),
-                f"{len(notes)} note{'s' * (len(notes) > 1)}",
-                names,
+                "audit: %s of %s; with %s=FOLDER, megapatch audit FOLDER shows all" + see("audit-notes"),
+                count,
+                ", ".join(names),
                 REPORT,
             )
 
@@ -247,7 +251,7 @@ def repairs(names: Collection[str]) -> tuple[Repair, ...]:
 
 
 def _would_repair(record: Record) -> bool:
-    is_needed = record.verdict is None or record.verdict.kind is VerdictKind.NEEDED
+    is_needed = record.verdict is None or record.verdict.kind.status is Status.APPLIED
     return record.status in _NOT_IN_PLACE and is_needed
 
 
@@ -292,6 +296,6 @@ def steps(count: int) -> str:
 def describe(parameters: list[Any], named: Any) -> str:
     """Name some parameters for a sentence: the first in the order of `named`, and how many more."""
     described = {id(parameter) for parameter in parameters}  # of a bucket in any order, another on each rank
-    first = next((name for name, parameter in named if id(parameter) in described), "a parameter")
+    first = next((name for name, parameter in named if id(parameter) in described), GONE)
     more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
     return f"{first}{more}"

@@ -25,6 +25,7 @@ from ..patch import ABSENT, NEEDED, UNKNOWN, Patch, PatchInfo, Site, Verdict
 from ..patches._catalogue import CATALOGUE, of_name
 from ..patches._readers import Reader, reading_sites
 from ._audit import Audit, Part, Step
+from ._buckets import states_in
 from ._findings import describe, observes
 from ._hashes import stored
 from ._watching import RAISED, Watcher, around, before, site
@@ -131,6 +132,11 @@ class GatheredWhenRead(Part):
         if changes is not None and result is not RAISED:
             self.due.difference_update(groups_within(self.due, changes.made()))
 
+    def unread(self) -> set[int]:
+        """Return the parameters, by id, that wait for a gather, and had no gradient since their last step."""
+        waiting = (group for group in self.due if not any(state.arrivals for state in states_in(group)))
+        return {id(parameter) for group in waiting for parameter in group.params}
+
     # ------------------------------------------------------------------------ readers
     def _reading_module(self, reader: str) -> Watcher:
         def note(module: Any, *_: Any, **__: Any) -> None:
@@ -207,7 +213,11 @@ class GatheredWhenRead(Part):
         memory = _memory_of(each for each in (*arguments, *options.values()) if isinstance(each, Tensor))
         waiting = (parameter for group in self.due for parameter in group.params)
         sent = [parameter for parameter in waiting if memory & _memory_of([parameter])] if memory else []
-        if sent:
+        output = next(iter((*arguments, *options.values())), ())
+        outputs = [output] if isinstance(output, Tensor) else output
+        if sent and collective.startswith("all_gather") and _memory_of(outputs) & _memory_of(sent):
+            self.due.difference_update(groups_within(self.due, sent))  # they are gathered by hand
+        elif sent:
             what = f"{collective}() sends {self._name(sent)} before the gather"
             self.ledger.report("gathered-when-read", "sent", what, about=collective)
 

@@ -7,9 +7,9 @@ Watches   the hooks that DistributedDataParallel gives to its parameters, _Param
 Limits    chunks that were wrapped before any audit began are not judged, nor Megatron-FSDP and torch's FSDP2,
           which have no buckets. Gradients that are zeroed by hand, without reset(), are looked at where a
           gradient would be added to old ones. A replayed CUDA graph runs no hook. Gradients that are dropped
-          while an exception is handled, by an abort, or for a rerun, are dropped on purpose; others perhaps. Those
-          that a step changes nothing of are judged once, and so are those that are written by hand. Experts have
-          no gradient where they had no tokens; a gradient of zero has arrived.
+          while an exception is handled, by an abort, or for a rerun, are dropped on purpose; others perhaps.
+          Gradients that are written by hand after they were zeroed or used are taken for new ones. Experts have no
+          gradient where they had no tokens; a gradient of zero has arrived.
 Cost      a fraction of a microsecond a parameter and microbatch; no collective, no sync.
 """
 
@@ -26,7 +26,8 @@ from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
 from ._buckets import STATES, BucketState, is_zero, numbers_of, ranks_of, state_of, states_in, states_of
-from ._findings import describe, observes
+from ._findings import GONE, describe, observes
+from ._models import grad_buffers
 from ._watching import around, before, site
 
 _watchers = SideTable()
@@ -44,6 +45,10 @@ class Gradients(Part):
         """Chunks whose gradients finalize_model_grads() was given since their last step."""
         self.apart: weakref.WeakSet[Any] = weakref.WeakSet()
         """Chunks that were stepped with gradients of this rank alone, or that were reduced by hand."""
+        self._left: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        """By chunk: how often its gradients had been changed in place as its last step ended."""
+        self._by_hand: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Chunks whose gradients were changed by hand since their last step, as where they decay."""
         self._aborting = 0
         """How many calls that drop gradients on purpose are under way."""
 
@@ -114,18 +119,22 @@ class Gradients(Part):
 
     @observes
     def note_late(self, ddp: Any, state: BucketState, number: int) -> None:
-        """Report a gradient that is in a bucket that has been reduced, or that an optimizer step has used."""
+        """See a gradient in a bucket that was reduced, or that a step has used: it may yet be zeroed."""
         param = state.parameters[number]
         if state.stepped:
-            if not is_zero(state, param):  # else zeroed by hand
+            is_old = ddp not in self._by_hand and not is_zero(state, param)  # else zeroed by hand
+            state.reset()  # a finding once a step and bucket
+            if is_old:
                 what = (
                     f"the gradient of {_name_of(ddp, [param])} is added to those that the last optimizer step used"
                 )
-                self.ledger.report("fresh-gradients", "after-step", what)
-            state.reset()  # a finding once a step and bucket
-        else:
+                state.late = "fresh-gradients", "after-step", what, self.ledger.here()
+        elif state.late is None:
             what = f"the gradient of {_name_of(ddp, [param])} is added to a bucket after its reduce has begun"
-            self.ledger.report("reduced-once", "late", what)
+            if is_under_way(state.group and state.group()):
+                state.late = "reduced-once", "late", what, self.ledger.here()
+            else:  # a note at once: there may never be a step of Megatron's
+                self.ledger.report("reduced-once", "later", what)
 
     @observes
     def _note_reset(self, buffer: Any, *_: Any, **__: Any) -> None:
@@ -159,6 +168,9 @@ class Gradients(Part):
     def begin_call(self, call: Call) -> None:
         for chunk in call.chunks:
             self._join(chunk)
+            now = _versions(chunk)
+            if self._left.pop(chunk, now) != now:
+                self._by_hand.add(chunk)
 
     @observes
     def finishing(self, chunks: list[Any], num_tokens: Any) -> None:
@@ -196,6 +208,9 @@ class Gradients(Part):
         states = states_of(chunk)
         if dropped := [state for state in states if state.dropped]:
             self._judge_dropped(chunk, dropped, are_new)
+        for state in states:
+            if state.late is not None:
+                self.ledger.report(*state.late)
         self._judge_reduces(chunk, states)
         return any(state.arrivals or state.stepped for state in states)
 
@@ -225,7 +240,7 @@ class Gradients(Part):
         if repeated:
             times = max(state.reduces for state in repeated)
             what = f"the gradients of {_name(chunk, repeated)} were reduced {times} times"
-            self.ledger.report("reduced-once", "repeated", what)
+            self.ledger.report("reduced-once", "averaged" if _averages(chunk, repeated) else "repeated", what)
 
     def _judge_arrivals(self, step: Step) -> None:
         """Note parameters without a gradient in a step in which others have one."""
@@ -250,8 +265,9 @@ class Gradients(Part):
             return
         frozen = "" if any(each.requires_grad for each in parameters) else " (requires_grad is False now)"
         named = [pair for chunk in step.chunks for pair in chunk.module.named_parameters()]
-        text = f"{describe(parameters, named)}{frozen} {what} in this step, in which others have"
-        self.ledger.report("gradients-arrive", kind, text)
+        name = describe(parameters, named)
+        text = f"{name}{frozen} {what} in this step, in which others have"
+        self.ledger.report("gradients-arrive", "gone" if name.startswith(GONE) else kind, text)
 
     @observes
     def end_step(self, step: Step) -> None:
@@ -261,9 +277,12 @@ class Gradients(Part):
                 if state.arrivals:
                     state.stepped = True
                     state.take()
-                state.dropped = state.excused = False
+                state.dropped, state.excused, state.late = False, False, None
+            self._left[chunk] = _versions(chunk)
         self._finished.difference_update(step.chunks)
-        self._used[step.optimizer] = numbers_of(step.chunks)
+        self._by_hand.difference_update(step.chunks)
+        if step.succeeded:
+            self._used[step.optimizer] = numbers_of(step.chunks)
 
 
 def watch_reduces(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,14 +291,31 @@ def watch_reduces(start: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(start)
     def patched_start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
         # It runs for each group in each step; a chunk's groups know their buckets since it joined.
-        under_way = getattr(group, "grad_reduce_handle", None) is not None
+        was_under_way = is_under_way(group)
         result = start(group, *args, **kwargs)
-        if not under_way:  # else, from 0.16 on, a call for one more in a first step does nothing
+        if not was_under_way:  # else, from 0.16 on, a call for one more in a first step does nothing
             for state in STATES.get(group, ()):
                 state.reduces += 1
         return result
 
     return patched_start_grad_sync
+
+
+def is_under_way(group: Any) -> bool:
+    """Return whether a reduce of a bucket group was begun, and not waited for."""
+    return getattr(group, "grad_reduce_handle", None) is not None
+
+
+def _versions(chunk: Any) -> list[int]:
+    return [buffer.grad_data._version for buffer in grad_buffers([chunk])]
+
+
+def _averages(chunk: Any, states: list[BucketState]) -> bool:
+    """Return whether an average stays what it is when it is reduced again."""
+    import torch.distributed as dist
+
+    is_whole = not (chunk.ddp_config.use_distributed_optimizer or chunk.config.calculate_per_token_loss)
+    return is_whole and all(ranks_of(state) == dist.get_world_size() for state in states)
 
 
 def _name(chunk: Any, states: list[BucketState]) -> str:

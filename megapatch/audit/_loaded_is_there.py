@@ -3,11 +3,10 @@
 Watches   load_state_dict() of Megatron's optimizers and load_parameter_state() of the distributed one, in all
           releases; and then their next step, as it begins. Loads of weights, by torch's
           Module.load_state_dict() or dist_checkpointing.load(), and reload_model_params() are events for the
-          other parts. And step() of OptimizerParamScheduler, which must not advance after a step that Megatron has
-          skipped, as it does after an fp16 overflow, unless another was made since it last advanced; and advances
-          once a step in most trainers. A load that moves it does not count; the next step shows whether it has the
-          steps that were loaded.
-Limits    of moments it is known whether any were loaded, and are there; not which. Those that were there after the
+          other parts. And step() of OptimizerParamScheduler: a scheduler must not advance if every step since it
+          last advanced was skipped (fp16 overflow). Most trainers advance it once a step. A load that moves it
+          does not count; the next step shows whether it has the steps that were loaded.
+Limits    it knows that moments were loaded, not that they are the right ones. Moments that were there after the
           load, and are all zero now, were perhaps zeroed on purpose: a note (kept-between-steps). An optimizer
           without step counts, as SGD, is not judged, nor are Megatron-FSDP's. A schedule that is not an
           OptimizerParamScheduler is not seen, nor one that never advances.
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 from .._mcore.main_params import has_memory
 from ..patch import Site
 from ._audit import Audit, Part, Step
-from ._findings import observes
+from ._findings import observes, steps
 from ._watching import RAISED, around, before, site
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -60,8 +59,8 @@ class LoadedIsThere(Part):
         self._loads_schedule = False
         self._succeeded: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         """By optimizer that has stepped since its schedule advanced: whether a step of these was not skipped."""
-        self._advanced: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Optimizers whose schedule has advanced since their last step."""
+        self._advanced: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """By optimizer whose schedule has advanced since its last step: how many steps there had been by then."""
 
     def sites(self) -> tuple[Site, ...]:
         plain, sharded = "megatron.core.optimizer.optimizer", "megatron.core.optimizer.distrib_optimizer"
@@ -111,7 +110,7 @@ class LoadedIsThere(Part):
     @observes
     def _note_loaded(self, loaded: _Loaded | None, result: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         if loaded is not None and result is not RAISED:
-            self.ledger.judged.update(("loaded-is-there", "resumed-together"))
+            self.ledger.judged["loaded-is-there optimizers"] += 1
             was_right = not _steps_of(optimizer) - loaded.steps
             self._loaded[optimizer] = loaded._replace(were_there=_has_moments(optimizer), was_right=was_right)
 
@@ -135,9 +134,14 @@ class LoadedIsThere(Part):
             what = "the schedule advanced after a step that was skipped"
             self.ledger.report("learning-rate-moves", "after-skip", what)
         elif schedule.optimizer in self._advanced:
-            what = "the schedule advanced twice after one optimizer step"
-            self.ledger.report("schedule-once", "twice", what)
-        self._advanced.add(schedule.optimizer)
+            kind, what = "twice", "the schedule advanced twice after one optimizer step"
+            if others := self.ledger.step - self._advanced[schedule.optimizer]:
+                kind, what = (
+                    "left",
+                    f"the schedule advanced, and its optimizer made none of the last {steps(others)}",
+                )
+            self.ledger.report("schedule-once", kind, what)
+        self._advanced[schedule.optimizer] = self.ledger.step
         self._loaded_schedules.pop(schedule, None)
 
     def _begin_schedule(self, *_: Any, **__: Any) -> None:
@@ -174,6 +178,7 @@ class LoadedIsThere(Part):
                 was_loaded = True
                 self._judge(optimizer, loaded)
         for schedule in schedules:
+            self.ledger.judged["resumed-together"] += 1
             if was_loaded and made and not schedule.num_steps:
                 what = f"the optimizer was loaded after {made} steps, and its schedule is at its beginning"
                 self.ledger.report("resumed-together", "schedule", what)
@@ -196,7 +201,7 @@ class LoadedIsThere(Part):
             self.ledger.report("kept-between-steps", "zeroed", what)
         elif loaded.has_moments is False:
             what = f"the optimizer has loaded that it made {max(loaded.steps)} steps, and no moments"
-            self.ledger.report("loaded-is-there", "moments", what)
+            self.ledger.report("loaded-is-there", "empty", what)
         elif are_there is False:
             self.ledger.report("loaded-is-there", "moments", "all moments are zero after a load of the optimizer")
 
@@ -205,6 +210,7 @@ class LoadedIsThere(Part):
         """Report schedules that are not where they were loaded."""
         for schedule in schedules:
             now = int(schedule.num_steps)
+            self.ledger.judged["loaded-is-there schedules"] += schedule in self._loaded_schedules
             loaded, then = self._loaded_schedules.pop(schedule, (now, now))
             if now != loaded:
                 what = f"the schedule is at {now} steps, and has loaded {loaded}"
@@ -213,7 +219,7 @@ class LoadedIsThere(Part):
     @observes
     def end_step(self, step: Step) -> None:
         self._succeeded[step.optimizer] = self._succeeded.get(step.optimizer, False) or step.succeeded
-        self._advanced.discard(step.optimizer)
+        self._advanced.pop(step.optimizer, None)
 
 
 # ------------------------------------------------------------------------ states of optimizers

@@ -76,6 +76,11 @@ def grad_buffers(chunks: Iterable[Any]) -> Iterator[Any]:
         yield from getattr(chunk, "expert_parallel_buffers", ())
 
 
+def first_buffer(chunk: Any) -> Any:
+    """Return the first gradient buffer of a chunk; None if it has none, as torch's FSDP2."""
+    return next(iter(vars(chunk).get("buffers") or ()), None)
+
+
 def has_router_losses(config: Any) -> bool:
     """Return whether routers of a model have losses of their own, which they add in train() only."""
     coefficients = [getattr(config, f"moe_{loss}_loss_coeff", None) for loss in ("aux", "z")]

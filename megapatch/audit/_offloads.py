@@ -53,7 +53,7 @@ class _Places(NamedTuple):
     """Where something has its memory.
 
     Attributes:
-        reasons: how many loads and known offloads there had been by then, after which it may have moved.
+        reasons: number of loads and offloads seen when the addresses were noted.
         addresses: by what is there; 0 for memory that was freed.
     """
 

@@ -20,9 +20,9 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from .._meetings import meet, name_of
 from .._ranks import default_store, numbered
-from .._troubleshooting import see
+from .._reporting.meetings import meet, name_of
+from .._version import see
 
 log = logging.getLogger("megapatch")
 

@@ -1,18 +1,17 @@
-"""ranks-agree, stages-differ: ranks have the same parameters, and stages other random numbers.
+"""ranks-agree, stages-differ, seeded-once: ranks have the same parameters, stages and steps other random numbers.
 
 Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (50), and after 1, 2, 4, 8, 16 and
-          32: a hash of the parameters that are the same in a group, and one all-reduce of 48 or 96 bytes a group.
+          32: a hash of the parameters that are the same in a group, and one all-reduce of 48 or 144 bytes a group.
           A rank that missed a gather, a broadcast or a reduce trains another model, whose gradients are averaged
           with the others' all the same. model_parallel_cuda_manual_seed(), in all releases, shows seeds: pipeline
-          stages with the same one drop the same elements.
+          stages with the same one drop the same elements, and so does a model for which one is set again.
 Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
           store in each step that compares. A difference is found within as many steps as lie between two hashes,
           and named one step later. Of Transformer Engine's fp8 weights the bytes are compared, not the scales of
-          blocks; GTP's, by the ranks that have the same part. Words that only change places may be found a
-          comparison later: bytes are added up in columns, of two widths in turn. Nothing is compared while a CUDA
-          graph is captured, nor as the process ends: a rank that ends early would be waited for. Where a rank
-          has freed a model whose optimizer still steps, and others have not, they wait for it once, and compare
-          no more.
+          blocks; GTP's, by the ranks that have the same part. Values that swapped places may pass one comparison;
+          the next sums bytes in columns of another width. Nothing is compared while a CUDA graph is captured, nor
+          as the process ends: a rank that ends early would be waited for. If some ranks freed a model whose
+          optimizer still steps and others did not, the others wait once, then stop comparing.
 Cost      reads the parameters once in that step, after one meeting of all ranks in the store, whose server does
           two operations a rank; copies at most 128 KiB at a time, and makes no sync between hashes. With `raise`
           the meeting, two all-reduces of 8 bytes and a sync are in every step.
@@ -27,15 +26,17 @@ from typing import Any, NamedTuple
 
 from .._mcore.side_table import SideTable
 from .._ranks import numbered
-from .._troubleshooting import see
+from .._version import see
 from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step
-from ._findings import describe, observes, user_code
+from ._findings import describe, observes, steps, user_code
+from ._gathered_when_read import GatheredWhenRead
 from ._gradients import Gradients
 from ._hashes import WIDTHS, hash_of, stored
 from ._microbatches import Microbatches
 from ._participants import Participants
+from ._training_mode import TrainingMode
 from ._watching import before, site
 
 log = logging.getLogger("megapatch")
@@ -87,6 +88,8 @@ class RanksAgree(Part):
         """About a model's first chunk: how often a kind of group has compared it; None if not all ranks do."""
         self._seed: tuple[int, tuple[str, ...]] | None = None
         """The seed that this rank was given last, and where, until it has been compared."""
+        self._seeds: dict[int, int] = {}
+        """By seed, how many optimizer steps had been made when it was set first."""
         self._own = SideTable()
         """About a model's first chunk: by kind of group the ids of parameters that may be a rank's own: few that
         have differed from the beginning, and those that Megatron does not reduce."""
@@ -187,6 +190,7 @@ class RanksAgree(Part):
 
     @observes
     def forget(self) -> None:
+        self._seeds.clear()
         for chunk in list(self.audit.models.chunks):
             self._compared.pop(chunk, None)
 
@@ -195,7 +199,7 @@ class RanksAgree(Part):
         what, group, parameters = earlier.replicas
         highest = earlier.highest.read()
         if what == DATA:
-            self.audit.part(Microbatches).judge_ranks(ranks_of(earlier.replicas), *(each[-1] for each in highest))
+            self.audit.part(Microbatches).judge_ranks(ranks_of(earlier.replicas), *(each[-2:] for each in highest))
         own = self._own.get_or_make(chunks[0], dict)
         if not _differ(highest)[0]:
             own.setdefault(what, set())
@@ -222,18 +226,21 @@ class RanksAgree(Part):
     def _hashes(self, parts: list[list[Any]], widths: tuple[int, ...]) -> Any:
         """Return two numbers for each list of parameters, and a third: 1 where this rank could not hash them.
 
+        Parameters that wait for a gather, and that no forward pass has used so since the step, are left out.
         A rank that fails here, for want of memory perhaps, still has to make the collective that others wait in.
         """
         import torch
 
+        numbers = torch.ones(len(parts), 3, dtype=torch.int64, device=parts[0][0].device)
         try:
-            numbers = torch.stack([hash_of(part, widths) for part in parts])
-            failed = 0
+            unread = self.audit.part(GatheredWhenRead).unread()
+            for row, part in zip(numbers, parts, strict=True):
+                if there := [parameter for parameter in part if id(parameter) not in unread]:
+                    row[:2], row[2] = hash_of(there, widths), 0
         except Exception:
             self.ledger.note_bug(hash_of)
-            numbers = torch.zeros(len(parts), 2, dtype=torch.int64, device=parts[0][0].device)
-            failed = 1
-        return torch.nn.functional.pad(numbers, (0, 1), value=failed)
+            numbers.fill_(1)
+        return numbers
 
     def _raise_together(self) -> None:
         """Raise AuditError on all ranks if one of them has found something. Waits for a GPU in every step."""
@@ -260,6 +267,11 @@ class RanksAgree(Part):
     @observes
     def _note_seed(self, seed: Any, *_: Any, **__: Any) -> None:
         self._seed = int(seed), user_code()
+        self.ledger.judged["seeded-once"] += self.ledger.step > 0
+        first = self._seeds.setdefault(int(seed), self.ledger.step)
+        if first < self.ledger.step and self.audit.part(TrainingMode).drops():
+            what = f"the seed {seed} is set again, as it was after {steps(first)}"
+            self.ledger.report("seeded-once", "again", what)
 
     def _compare_seeds(self, seed: int, where: tuple[str, ...]) -> None:
         """Report stages with one seed: once for a seed. Numbers of the host meet in the store, not on a GPU."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
-from .._exact_version import exact_version
+from .._printable import clean_data
 from .._ranks import place
 from .._reporting import files
 from .._reporting.report import make_report
 from .._reporting.terminal import document, width
+from .._versions import exact_version
 from ..patch import Status
 from ._audit import Audit, Part
 from ._findings import Finding, Ledger
@@ -32,33 +33,22 @@ class RuleStatus(NamedTuple):
         name: a key of `megapatch.audit.RULES`.
         status: ``broken``, ``noted``, ``accepted``, ``not watched``, or ``kept`` as far as it was looked at.
         reason: why it is not watched, such as that there was nothing to look at; or else "".
-        judged: how many things were: `megapatch.audit.RULES` says which.
+        judged: how many things were.
+        counts: the same by what they are, as `megapatch.audit.RULES` says it.
     """
 
     name: str
     status: str
     reason: str = ""
     judged: int = 0
+    counts: Mapping[str, int] | None = None
 
 
 class AuditReport(NamedTuple):
     """The audit's rules, findings and events in this process. `print` it for people, `to_dict` is for programs.
 
-    Attributes:
-        version: of megapatch.
-        digest: of the patches in this process, as `megapatch.report` has it.
-        rank: of torch.distributed, or as the launcher says.
-        size: how many ranks there are.
-        settings: of the audit; None where none was started.
-        steps: how many optimizer steps it has seen.
-        began: when it began, in seconds since 1970.
-        seconds: since then.
-        ended: whether the process has come to its end, or the audit was stopped.
-        rules: each with what became of it.
-        findings: as `megapatch.audit.findings` returns them.
-        notes: as `megapatch.audit.notes` returns them.
-        events: by kind (model, load, save, forward-only, export, offload, swap, exception) ``count``, and the
-            ``first`` and ``last`` of them, each with ``step``, ``seconds``, ``what`` and ``where``.
+    docs/audit.md explains its attributes, which are the keys of `to_dict`; `findings` and `notes` are as
+    `megapatch.audit.findings` and `notes` return them.
     """
 
     version: str
@@ -83,7 +73,8 @@ class AuditReport(NamedTuple):
             "findings": [_described(finding) for finding in self.findings],
             "notes": [_described(note) for note in self.notes],
         }
-        return document(**{**self._asdict(), **files.process(), **changed})
+        data: dict[str, Any] = clean_data(document(**{**self._asdict(), **files.process(), **changed}))
+        return data
 
     def __str__(self) -> str:
         from ._summary import summarize  # a process that leaves its report prints none
@@ -145,7 +136,8 @@ def statuses(ledger: Ledger, audit: Audit | None) -> tuple[RuleStatus, ...]:
     blind = _unwatched(audit) if audit else dict.fromkeys(RULES, "the audit has ended, or did not begin")
     for name in RULES:
         found.setdefault(name, ("not watched", blind[name]) if name in blind else ("kept", ""))
-    return tuple(RuleStatus(name, *found[name], judged=ledger.judged[name]) for name in RULES)
+    counts = {name: rule.counts(name, ledger.judged) for name, rule in RULES.items()}
+    return tuple(RuleStatus(name, *found[name], sum(each.values()), each) for name, each in counts.items())
 
 
 def rules_of(part: Part) -> list[str]:
@@ -157,7 +149,8 @@ def rules_of(part: Part) -> list[str]:
 
 def _unwatched(audit: Audit) -> dict[str, str]:
     """Return, by rule that is not watched, why."""
-    found = {name: f"no {rule.judges}" for name, rule in RULES.items() if not audit.ledger.judged[name]}
+    counts = {name: rule.counts(name, audit.ledger.judged) for name, rule in RULES.items()}
+    found = {name: f"no {next(iter(each))}" for name, each in counts.items() if not any(each.values())}
     for part in audit.parts:
         for reason in _reasons(audit, part):
             found.update(dict.fromkeys(rules_of(part), reason))

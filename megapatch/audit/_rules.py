@@ -16,14 +16,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 _TEXT = """\
-reduced-once: finding but unfinished
+reduced-once: finding but unfinished averaged later
   says: Between zeroing and the optimizer step every bucket that received gradients is reduced once, and nothing is
     added to it after its reduce began.
   means: Data-parallel ranks step with different gradients, or with gradients that are wrong by a factor.
   judges: steps with gradients of several ranks
   patches: megatron.grad-ready-window megatron.nested-no-sync(repeated)
-    megatron.parameters-without-gradients(never)
-    nemo_rl.hooks-without-overlap skyrl.accumulate-forward-backward
+    megatron.parameters-without-gradients(never) nemo_rl.hooks-without-overlap skyrl.accumulate-forward-backward
   unfinished: config.finalize_model_grads_func is not set, or its call is left out | all parameters are named, on
     all ranks
   unfinished: gradients are reduced by hand, or ranks average their weights instead | it is meant so: accept it
@@ -31,10 +30,13 @@ reduced-once: finding but unfinished
     named, as of experts without tokens, and not on all ranks
   repeated: microbatches outside no_sync(), or several calls of which each finishes gradients | the number is that
     of the microbatches, or of the calls, of a step
-  late: another optimizer than Megatron's, which does not zero its buffers | from the second step on; nothing calls
-    zero_grad_buffer()
-  late: a call in which the last microbatch is not known as the last | from the first step on, with
+  later: another optimizer than Megatron's, which does not zero its buffers | from the second step on; nothing
+    calls zero_grad_buffer()
+  late later: a call in which the last microbatch is not known as the last | from the first step on, with
     overlap_grad_reduce only
+  averaged: each of several calls finishes gradients, which is right where a reduce is an average of all ranks | it
+    is wrong with model parallelism or the distributed optimizer
+  later: a penalty that is the same on all ranks is differentiated after the reduce | it is meant so: accept it
 
 fresh-gradients: finding
   says: The first gradient after an optimizer step is added to a buffer that was zeroed.
@@ -44,11 +46,13 @@ fresh-gradients: finding
   any: zero_grad_buffer() is not called before the first call of a step | found in every step from the second on
   any after exception: a call that raised has left its gradients | the timeline has an exception just before
 
-gradients-used: finding
+gradients-used: note
   says: An optimizer step uses gradients that have arrived, not the zeros that came after them.
   means: The step trains on nothing.
   judges: steps with gradients
   any: zeroing and the step are in the wrong order | the line of zero_grad_buffer() is right before that of step()
+  any: a step on zeros takes the place of a batch that is left out | found now and then; it is meant so: accept the
+    note
 
 gradients-dropped: note
   says: Gradients that have arrived are used by an optimizer step before they are zeroed.
@@ -65,9 +69,11 @@ gradients-arrive: note
   says: Each parameter that is trained has a gradient in a step, if others have.
   means: It stays as it is: it was frozen after the model was wrapped, or is under no_grad().
   judges: steps with gradients
-  any: parameters were frozen, or their part left out, after the model was wrapped | they are those of one adapter,
-    tower or layer; freeze them before the model is wrapped
-  any: their part runs under no_grad() or on a detached input | they are those of one module
+  gone: a module, such as a head, was replaced after the model was wrapped | named_parameters() has another one in
+    its place, which no optimizer steps
+  stopped never: parameters were frozen, or their part left out, after the model was wrapped | they are those of
+    one adapter, tower or layer; freeze them before the model is wrapped
+  stopped never: their part runs under no_grad() or on a detached input | they are those of one module
 
 main-params-agree: note
   says: In half precision an optimizer step begins from the parameters that the model has.
@@ -80,6 +86,7 @@ main-params-agree: note
     parameters are named, after a forward-only call or an exception
   any after swap: a swap leaves out some parameters, or an adapter stays merged | few parameters are named: those
     of a dtype, a chunk or a layer
+  any: a parameter has other memory than its buffer, by `parameter.data =` | those that are named, in each step
   any after offload: the optimizer was onloaded from an older copy | nothing was loaded or swapped; the weights
     before the offload are the model's
   any: weights are quantized for the forward pass, or lent to something else until the step | it is meant so:
@@ -88,7 +95,7 @@ main-params-agree: note
 kept-between-steps: note
   says: Moments, and weights in fp32, are at a step's beginning what the last step has left, or were loaded.
   means: The step is made from other weights or moments: swapped, lost in an offload, or of an older copy.
-  judges: steps that follow others
+  judges: weights in fp32 after a step; moments after a step
   any: weights or moments were swapped or moved out, and other ones put back | the line or the timeline is that of
     a swap or an offload
   any: another optimizer steps the same weights | found in each step, from the first one on
@@ -96,14 +103,15 @@ kept-between-steps: note
   zeroed: moments are reset after a load, or their state is made again | the sentence says that they were zeroed
     after it
 
-loaded-is-there: finding but rewound
+loaded-is-there: finding but rewound empty
   says: After a load, moments, step counts and the schedule are what was loaded.
   means: Training continues as another run: with moments of zero, or at another learning rate.
-  judges: loads of an optimizer
-  patches: areal.load-optimizer-state(moments) megatron.load-offloaded-state(steps)
+  judges: optimizers that were loaded; schedules that were loaded
+  patches: areal.load-optimizer-state(moments empty) megatron.load-offloaded-state(steps)
     megatron.scheduler-after-load(schedule)
-  moments: the optimizer was loaded before its state was made, which replaced it | moments are zero or missing;
-    load after the first step or after Megatron's dummy step
+  empty: the checkpoint, or the state that is loaded, has no moments | it is meant so where they are to begin again
+  moments empty: the optimizer was loaded before its state was made, which replaced it | moments are zero or
+    missing; load after the first step or after Megatron's dummy step
   steps: the load leaves the counts of before, or adds to them | the numbers differ by the steps of this process
   schedule: the scheduler adds what it loads to where it is | its steps are the sum of both; load into one that is
     new
@@ -112,7 +120,7 @@ loaded-is-there: finding but rewound
 resumed-together: note
   says: An optimizer and its schedule are loaded together.
   means: The learning rate begins from the start, or moments do.
-  judges: loads of an optimizer
+  judges: loads of an optimizer that has a schedule
   patches: verl.schedule-after-load
   schedule: the load is told to leave out the schedule, or the checkpoint has none | the sentence says that the
     schedule is at its beginning
@@ -130,7 +138,7 @@ stepped-once: finding
 scaled-once: finding
   says: The loss, and every auxiliary loss, is multiplied by the loss scale that the optimizer divides by.
   means: Gradients are wrong by the loss scale: far too small, or those of one loss against another's.
-  judges: steps with a loss scale
+  judges: steps with a loss scale; calls with auxiliary losses
   patches: areal.aux-loss-scale roll.grad-scale skyrl.grad-scale
   loss: config.grad_scale_func is not optimizer.scale_loss | it is None, or another optimizer's, as one that was
     made before
@@ -160,27 +168,32 @@ gathered-when-read: finding but named
   sent: code of your own that sends parameters one by one | the line is that of the collective;
     disable_forward_pre_hook() before it gathers
 
-tokens-counted: finding
+tokens-counted: finding but normalizer factor without ranks
   says: The gradients of a step are divided by the tokens of all its calls, and no loss is NaN.
   means: Gradients are wrong by a factor, or NaN.
-  judges: microbatches
+  judges: losses of microbatches; divisors of calls
   patches: megatron.zero-tokens
   normalizer: each call of a step normalizes by its own tokens | a step has several calls; gradients are too large
     by about their number
+  normalizer: the loss is divided by the number of calls, which have as many tokens | it is meant so: accept it
+  factor: calculate_per_token_loss was set after the model was wrapped | the sentence has both
+  ranks: ranks of a context-parallel group count their own tokens | the loss function is that of another Megatron
+  without: the loss function returns a loss and metrics, and no tokens | calculate_per_token_loss needs all three
   loss: a microbatch whose tokens are all masked, and a loss that is divided by their number | the sum of that
     microbatch's loss mask is 0
   loss: the loss itself: a logarithm of 0, or a ratio that overflows | the loss mask has tokens; look at that
     microbatch's log-probabilities
 
-fresh-counts: finding
+fresh-counts: note
   says: The token counts of routers are zero as a step's first call begins.
   means: The expert bias and auxiliary losses count the tokens of a step that was dropped.
   judges: calls whose routers count tokens
   any after exception: a step was dropped, and only its gradients were zeroed | the timeline has an exception
     before
-  any: log-probabilities are computed in training mode | found after each forward-only call
+  any: log-probabilities are computed without no_grad() | found after each forward-only call
+  any: the expert bias moves once in several steps | it is meant so: accept the note
 
-ranks-agree: finding but apart
+ranks-agree: finding but apart rates
   says: Parameters are the same on all data-parallel ranks, and replicated ones on all ranks of their group.
   means: Ranks train different models, whose gradients are averaged all the same.
   judges: comparisons of ranks
@@ -198,6 +211,8 @@ ranks-agree: finding but apart
   any: a loss function for 0.13 and context parallelism, on a Megatron up to 0.12, which adds up tokens over
     data-parallel ranks only | calculate_per_token_loss is set
   any: a rank that changes parameters by itself | none of the others; log their sum after each call
+  rates: a schedule advances on some ranks only, or their groups were changed | log lr and weight_decay of
+    optimizer.param_groups on each rank
   apart: parameters of each rank's own, or ranks that average their weights now and then | it is meant so: accept
     it
 
@@ -241,18 +256,23 @@ evaluation-mode: note
   judges: forward-only calls with dropout
   any: eval() is not called before log-probabilities | found in every forward-only call
 
-hooks-balanced: finding
+hooks-balanced: finding but changed
   says: A forward-backward call leaves the hooks of the model's config, its timers, no_sync and the rerun machine
     as it found them.
   means: Later calls reduce too early, twice, or not at all; or a step is skipped.
   judges: forward-backward calls
-  patches: megatron.nested-no-sync(no-sync) megatron.train-reentry nemo_rl.abort-resets-rerun
-    nemo_rl.train-after-exception
-    slime.train-reentry
-  no-sync: no_sync() is entered in itself | no_sync() is named; no exception came before
-  any after exception: a call that raised, and was survived, has left them | the timeline has an exception just
-    before
-  config: a hook is replaced during a call, and not put back | the hook is named
+  patches: megatron.nested-no-sync(changed) megatron.train-reentry nemo_rl.abort-resets-rerun
+    nemo_rl.train-after-exception slime.train-reentry
+  changed: no_sync() is entered in itself | no_sync() is named; no exception came before
+  left machine after exception: a call that raised, and was survived, has left them | the timeline has an exception
+    just before
+  changed: it is changed during a call, and stays | it is named; accept the note if it is meant so
+
+seeded-once: note
+  says: A seed is not set again after steps.
+  means: Dropout drops the same elements again as it did before.
+  judges: seeds that are set after steps
+  any: each rollout or epoch sets its seed, and not another one each time | the line is that of the seeding
 
 stages-differ: note
   says: Pipeline stages draw different random numbers.
@@ -275,12 +295,14 @@ schedule-once: note
   says: The learning rate's schedule advances at most once for each optimizer step.
   means: Warm-up and decay are over too soon.
   judges: advances of a schedule
-  any: trainer and engine both advance it | the line is not the only one that does
+  twice: trainer and engine both advance it | the line is not the only one that does
+  left: the optimizer was made again, and the schedule is that of the one before | schedule.optimizer is not the
+    optimizer that steps
 
 saved-what-is: finding but parameters
   says: A checkpoint that has a model has all that is trained of it, and is not saved by the plan of another.
   means: The checkpoint lacks something that the next load needs.
-  judges: saves of a model
+  judges: saves of a model; plans that are kept
   patches: megatron.rerun-state-dict(structure) megatron.save-plan-cache(structure)
   parameters: a filter of the state dict leaves parameters out | those that are named have a name in common
   structure: a strategy keeps the plan of an earlier save | not found without --ckpt-assume-constant-structure and
@@ -336,8 +358,8 @@ class Rule(NamedTuple):
     Attributes:
         says: the rule, one sentence.
         means: the damage that a step that breaks it does to training.
-        judges: what is judged by it, in the plural.
-        patches: those that repair known ways of breaking it, each with the kind that it repairs; "" for any.
+        judges: what is judged by it, in the plural; its halves, with "; " between them, are counted apart.
+        patches: those that repair known ways of breaking it, each with the kinds that it repairs; "" for any.
         is_note: whether trainers may break it on purpose, so that it is no finding but a note.
         noted: kinds that are notes where the others are findings.
         causes: the usual ones, the likeliest first.
@@ -351,9 +373,14 @@ class Rule(NamedTuple):
     noted: tuple[str, ...]
     causes: tuple[Cause, ...]
 
+    def counts(self, name: str, judged: Mapping[str, int]) -> dict[str, int]:
+        """Return how many of each thing were judged, by the counts that a ledger has of the rule of this name."""
+        halves = self.judges.split("; ")
+        return {half: judged[f"{name} {half.split()[0]}" if halves[1:] else name] for half in halves}
+
     def patches_of(self, kind: str) -> list[str]:
         """Return the patches that may repair a finding of this kind."""
-        return [name for name, only in self.patches.items() if only in ("", kind)]
+        return [name for name, only in self.patches.items() if not only or kind in only.split()]
 
     def causes_of(self, kind: str, events: Container[str] = ()) -> list[Cause]:
         """Return the likely causes of a finding of this kind, in order, after events of these kinds."""

@@ -1,12 +1,11 @@
 """saved-what-is, saved-is-trained: a checkpoint has all of a model, as it is trained and as it is now.
 
-Watches   dist_checkpointing.save(), which shows the parameters that are saved: if one that is trained is, all of
-          its chunk are, in one save or in several before the next step; and they are as the optimizer has stepped
-          them, or copies with the same values. async_save() of the strategy, and the distribution of
-          --ckpt-fully-parallel-save, which show whether a plan is kept for another structure, so that anything
-          that a rank has had since the first save is not saved. AsyncCallsQueue.schedule_async_request(), which
-          copies the tensors that an asynchronous save has planned: the model has made no step in between. In all
-          releases.
+Watches   dist_checkpointing.save(): a save of one trained parameter must cover its whole chunk, perhaps together
+          with other saves before the next step, with values as the optimizer has stepped them, or copies of these.
+          async_save() of the strategy, and the distribution of --ckpt-fully-parallel-save: they show a save plan
+          reused for another structure, where anything added since the first save is missing.
+          AsyncCallsQueue.schedule_async_request(), which copies the tensors that an asynchronous save has planned:
+          the model has made no step in between. In all releases.
 Limits    torch_dist checkpoints. A copy of a parameter is known by its name in the state dict; where all that is
           saved of a model are copies, as of quantized parameters, it is not known whether they are all. Of copies
           some elements are compared, and only of those in the parameter's own type; a model that the audit does
@@ -96,7 +95,7 @@ class Saves(Part):
             trained = _trained_of(chunk)
             missing = [parameter for parameter in trained if parameter.data_ptr() not in saved]
             if len(missing) < len(trained):
-                self.ledger.judged["saved-what-is"] += 1
+                self.ledger.judged["saved-what-is saves"] += 1
                 absent = [parameter for parameter in missing if _own_name(names[id(parameter)]) not in copies]
                 self._note_missing(chunk, absent)
 
@@ -215,7 +214,9 @@ class Saves(Part):
         now = structure(tree)
         before, then = self._saved.get(strategy, (None, None))
         reused = planned or (kept is not None and kept is then)
-        if keeps and reused and before is not None and before != now:
+        is_judged = keeps and reused and before is not None
+        self.ledger.judged["saved-what-is plans"] += is_judged
+        if is_judged and before != now:
             what = f"a plan is kept for what was saved before: {_difference(before, now)}"
             self.ledger.report("saved-what-is", "structure", what)
         return now

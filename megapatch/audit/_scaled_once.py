@@ -1,13 +1,12 @@
 """scaled-once and unscaled-once: the loss is multiplied by the loss scale, and gradients are divided by it, once.
 
-Watches   get_loss_scale() of the mixed-precision optimizer, which shows whether anybody asked for the scale
-          between zeroing and the step, as scale_loss() does; its division, which shows how often gradients were
-          divided; both in all releases. And the hooks of the config, as a forward-backward call begins, which
-          show the scale of auxiliary losses.
+Watches   the mixed-precision optimizer, in all releases. Counts, between zeroing and step, calls of
+          get_loss_scale(), as scale_loss() makes one, and divisions of gradients. And the hooks of the config, as
+          a forward-backward call begins, which show the scale of auxiliary losses.
           Where nobody asked, what a step's first loss was multiplied by, and what the hook makes of 1: a trainer
           may read `optimizer.grad_scaler.scale`, a property.
-Limits    a scale that was asked for is taken for applied, though a trainer may only have logged it. Of one that
-          reads the property, multiplications of the losses of tokens are not seen: call get_loss_scale() there.
+Limits    a scale that was asked for is taken for applied, though a trainer may only have logged it. One that is
+          read as a property, and applied to gradients by a hook, is not seen: call get_loss_scale() there.
 Cost      no sync unless nobody asked for the scale.
 """
 
@@ -25,6 +24,8 @@ from ._models import grad_buffers, has_router_losses
 from ._watching import RAISED, after, around, site
 
 _MOST_NODES = 32
+_OF_TOKENS = ("Mul", "Div", "Sum", "Mean", "ToCopy", "View", "Transpose", "Clone")
+"""The arithmetic of losses of tokens; below it are activations, which may be offloaded."""
 
 
 class ScaledOnce(Part):
@@ -98,8 +99,10 @@ class ScaledOnce(Part):
     def begin_call(self, call: Call) -> None:
         """Note a call that will not multiply auxiliary losses by any scale."""
         config = call.chunks[0].config
-        if call.trains and config.grad_scale_func is None and _has_unscaled_losses(config):
-            self._unscaled_losses.update(call.chunks)
+        if call.trains and _has_other_losses(config):
+            self.ledger.judged["scaled-once calls"] += 1
+            if config.grad_scale_func is None and _has_unscaled_losses(config):
+                self._unscaled_losses.update(call.chunks)
 
     @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
@@ -121,7 +124,7 @@ class ScaledOnce(Part):
         scaled = [part for part in step.optimizers if getattr(part, "grad_scaler", None) is not None]
         if not scaled or not step.has_gradients:
             return
-        self.ledger.judged["scaled-once"] += 1
+        self.ledger.judged["scaled-once steps"] += 1
         scale, asked = scaled[0].grad_scaler.scale, any(chunk in self._asked_for for chunk in step.chunks)
         if not asked and _is_last_stage() and not self._is_multiplied(step.chunks, scale):
             what = "the optimizer divides by a loss scale that nobody multiplied the loss by"
@@ -141,6 +144,10 @@ class ScaledOnce(Part):
         self._unscaled_losses.difference_update(step.chunks)
 
 
+def _has_other_losses(config: Any) -> bool:
+    return has_router_losses(config) or bool(getattr(config, "mtp_num_layers", None))
+
+
 def _has_unscaled_losses(config: Any) -> bool:
     routers = has_router_losses(config) and not getattr(config, "moe_grad_scale_func", None)
     predictions = getattr(config, "mtp_num_layers", None) and not getattr(config, "mtp_grad_scale_func", None)
@@ -156,7 +163,7 @@ def _is_last_stage() -> bool:
 
 # ------------------------------------------------------------------------ the numbers that a loss is multiplied by
 def _factors_of_loss(loss: Any) -> list[Any]:
-    """Return the tensors of one element that a loss was multiplied by, once it was one number. Waits for nothing.
+    """Return the tensors of one element that a loss, or those of its tokens, was multiplied by. Waits for nothing.
 
     They are found in autograd's graph, by private names that torch 2.5 to 2.15 have; without these, none is.
     """
@@ -165,16 +172,19 @@ def _factors_of_loss(loss: Any) -> list[Any]:
     todo = [getattr(loss, "grad_fn", None)]
     while todo and len(seen) < _MOST_NODES:
         node = todo.pop()
-        if node is None or node in seen or not _is_of_one_number(node):
-            continue  # below are activations
+        if node is None or node in seen or not _is_of_loss(node):
+            continue
         seen.add(node)
         if type(node).__name__ == "MulBackward0":
             saved = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
-            found += [factor for factor in saved if factor is not None and not factor.requires_grad]
+            factors = (factor for factor in saved if factor is not None and factor.numel() == 1)
+            found += [factor for factor in factors if not factor.requires_grad]
         todo += [below for below, _ in node.next_functions]
     return found
 
 
-def _is_of_one_number(node: Any) -> bool:
+def _is_of_loss(node: Any) -> bool:
+    if type(node).__name__.removesuffix("Backward0") in _OF_TOKENS:
+        return True
     results = getattr(node, "_input_metadata", None)
     return results is not None and all(math.prod(result.shape) == 1 for result in results)

@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .._engine.edges import warn_of_a_setting
 from .._engine.settings import ACCEPT, EVERY, names_in, unknown_name
-from .._troubleshooting import see
+from .._version import see
 from ..errors import MisuseError
 from ._rules import RULES
 
@@ -49,7 +50,7 @@ def settings_for(every: int | None, raises: bool) -> Settings:
     elif every < 1:
         raise MisuseError(f"every={every}: {_EXPECTED}")
     for complaint in bad_values(os.environ):
-        log.warning("%s" + see("settings"), complaint)
+        warn_of_a_setting(complaint)
     accepted = names_in(os.environ, ACCEPT)
     if at_risk := [name for name in accepted if name in RULES and not RULES[name].is_note]:
         log.warning("audit: %s=%s: findings of it are not kept" + see("audit-accepted"), ACCEPT, ",".join(at_risk))

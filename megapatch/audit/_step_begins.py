@@ -1,12 +1,12 @@
-"""main-params-agree, kept-between-steps: a step begins from the model's parameters, and from what was left.
+"""main-params-agree, kept-between-steps: as a step begins, main parameters are the model's; nothing has changed.
 
 Watches   the optimizers with main parameters in fp32, as they take the gradients of a step, thus after all that
           patches put right as a step begins: every MEGAPATCH_AUDIT_EVERY steps (50), and in the step after a load,
           a save, an exception, a forward-only call, and the making of a model. This rank's part of each parameter
-          is compared with its main parameter, rounded. In the other steps some elements of up to 16 parameters
-          are; that is read in the next step that is looked at closely, or as findings are asked for. In all
-          releases. And of each optimizer some elements of its moments, and of the weights of which there is one
-          copy (in fp32), as a step has ended, and as the next one begins. Loads show themselves to LoadedIsThere.
+          is compared with its main parameter, rounded. In other steps it copies a few elements of up to 16
+          parameters, and compares them at the next close look, or as findings are asked for. In all releases. And
+          of each optimizer some elements of its moments, and of the weights of which there is one copy (in fp32),
+          as a step has ended, and as the next one begins. Loads show themselves to LoadedIsThere.
 Limits    FP8 parameters, main parameters on another device, and those that a precision-aware optimizer does not
           keep in fp32 are not compared. Between steps up to 16 parameters of each optimizer are looked at, 8
           elements of each; FSDP's are not.
@@ -66,7 +66,7 @@ class StepBegins(Part):
             if left is not None and left.loads == self.audit.loads:
                 for what, now in _samples(optimizer).items():
                     for differ in differences(left.samples[what], now):
-                        self.ledger.judged["kept-between-steps"] += 1
+                        self.ledger.judged[f"kept-between-steps {what.split()[0]}"] += 1
                         self._unread.add(what, differ, self.ledger.step + 1)
 
     @observes
@@ -163,18 +163,18 @@ def _weights(optimizer: Any) -> list[Any]:
     for name in ("shard_fp32_groups", "fp32_from_fp32_groups"):
         if hasattr(optimizer, name):
             return evenly_of(getattr(optimizer, name))
-    return _stepped(optimizer)
+    return stepped_by(optimizer)
 
 
 def _moments(optimizer: Any) -> Iterator[Any]:
-    stepped = _stepped(optimizer)
+    stepped = stepped_by(optimizer)
     state = getattr(optimizer.optimizer, "state", {}) if stepped else {}
     for parameter in stepped:
         of_parameter = state.get(parameter, {})
         yield from (of_parameter[name] for name in sorted(of_parameter) if name != "step")
 
 
-def _stepped(optimizer: Any) -> list[Any]:
+def stepped_by(optimizer: Any) -> list[Any]:
     """Return some of what torch's optimizer steps; nothing for a stub."""
     groups = getattr(getattr(optimizer, "optimizer", None), "param_groups", ())
     return evenly_of([group["params"] for group in groups])

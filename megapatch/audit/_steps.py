@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from .._places import user_lines
+from .._python.places import user_lines
 from .._ranks import place
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step

@@ -18,24 +18,7 @@ _MOST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A way in which a rule was broken at one line of the user's code.
-
-    Attributes:
-        rule: its name.
-        means: the damage.
-        is_note: whether it may be meant.
-        ranks: that have seen it.
-        sentences: what they have seen, each with ``what`` and ``ranks``: the first of them, if there are many.
-        others: how many more there are.
-        step: how many steps the ranks had made that saw it first.
-        last_step: how many had been made when it was seen last.
-        first_on: the ranks that saw it first.
-        times: how often the rank that has seen it most has.
-        where: the user's code, outermost line first.
-        before: events since the step before, each with its line.
-        causes: the likely ones in order, each with ``cause`` and ``check``.
-        patches: that would repair a known cause, each with ``name`` and ``reason``.
-    """
+    """A way in which a rule was broken at one line of the user's code; docs/audit.md has what is in it."""
 
     rule: str
     means: str
@@ -66,18 +49,10 @@ class Events:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The reports of some ranks.
+    """The reports of some ranks; docs/audit.md has what is in it.
 
-    Attributes:
-        ranks: those whose report this has.
-        size: how many ranks the run has.
-        values: by name (version, digest, size, steps, settings, ended) the ranks of each value, in words.
-        steps: the most that a rank has made.
-        found: findings, then notes.
-        rules: by status, then by rule: the ranks. The rule's name is followed by the reason why it is not watched,
-            or by how many things were judged by it on the rank that has judged fewest.
-        events: by kind, the ranks with the same ones together.
-        earlier: summaries of attempts that began before, as of a job that was restarted, or of another model.
+    In `rules` the name is followed by the reason why it is not watched, or by how many things were judged by it on
+    the rank that has judged fewest.
     """
 
     ranks: list[int]
@@ -148,16 +123,21 @@ def _in_words(value: Any) -> str:
 
 def _rules(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int]]]:
     rules: dict[str, dict[str, list[int]]] = {}
-    least: dict[str, int] = {}
-    judges: dict[str, str] = {}
+    least: dict[str, dict[str, int]] = {}
     for report in reports:
         for rule in report["rules"]:
             name, reason = rule["name"], f" ({rule['reason']})" if rule["reason"] else ""
-            judges[name] = rule.get("judges", "things")
-            least[name] = min(least.get(name, 2**62), int(rule.get("judged", 0)))
+            counts = least.setdefault(name, {})
+            of_old = {rule.get("judges", "things"): rule.get("judged", 0)}
+            for what, count in (rule.get("counts") or of_old).items():
+                counts[what] = min(counts.get(what, 2**62), int(count))
             rules.setdefault(rule["status"], {}).setdefault(f"{name}{reason}", []).append(int(report["rank"]))
-    kept = {f"{name} ({least[name]:,} {judges[name]})": ranks for name, ranks in rules.get("kept", {}).items()}
+    kept = {f"{name} ({_counted(least[name])})": ranks for name, ranks in rules.get("kept", {}).items()}
     return {**rules, "kept": kept} if kept else rules
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {what}" if count else f"no {what}" for what, count in counts.items())
 
 
 def _found(reports: Iterable[Mapping[str, Any]], key: str) -> list[Found]:

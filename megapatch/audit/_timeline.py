@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-from .._places import user_lines
+from .._python.places import user_lines
 
 KINDS = ("model", "load", "save", "forward-only", "export", "offload", "swap", "exception")
 """The kinds of events, in the order in which they are shown. A swap gives weights other values; an export

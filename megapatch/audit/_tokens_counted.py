@@ -2,13 +2,14 @@
 
 Watches   forward_step() of the schedules, which shows each microbatch's tokens and loss, and
           finalize_model_grads(), which shows their divisor: with calculate_per_token_loss, often by the tokens
-          of a step's last call only. In all releases. And, as calls that train begin in the steps that are looked
+          of a step's last call only. In all releases. The factor of the gradient buffers, which are made for
+          one way of dividing, as calls begin. And, as calls that train begin in the steps that are looked
           at closely, the routers' counts for the expert bias (from 0.12 on) and of the global auxiliary loss (from
           0.15 on), which finalize_model_grads() zeroes.
-Limits    a division that a trainer makes itself is not seen. Losses are looked at in successful steps only:
-          after an fp16 overflow they may be NaN. A call is a step's first if no gradient has arrived since they
-          were zeroed. Routers of models that were wrapped before any audit began are not judged, nor those of a
-          model's first step.
+Limits    a division that a trainer makes itself is not seen. A loss that is NaN counts where a successful step has
+          made weights NaN: gradients may be cleaned by hand. A call is a step's first if no gradient has arrived
+          since they were zeroed. Routers of models that were wrapped before any audit began are not judged, nor
+          those of a model's first step.
 Cost      three small operations a microbatch; waits for a GPU in the steps in which ranks are compared. A small
           operation a router as such a call begins; the result is read as the step ends.
 """
@@ -16,33 +17,50 @@ Cost      three small operations a microbatch; waits for a GPU in the steps in w
 from __future__ import annotations
 
 import weakref
-from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
-from .._mcore.side_table import SideTable
 from .._mcore.step_state import counts_in
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
 from ._buckets import ever_arrived, states_of
 from ._findings import observes, user_code
-from ._models import grad_buffers
+from ._models import first_buffer
+from ._samples import sample_of
+from ._step_begins import stepped_by
 from ._watching import after, site
+
+_WRONG_DIVISORS = MappingProxyType(
+    {
+        "normalizer": "gradients of several calls were divided by the number of tokens of the last one",
+        "without": "a loss that is not zero has no tokens, by whose number calculate_per_token_loss divides",
+    }
+)
+"""By kind of note, what it says."""
+
+
+class _Counted:
+    """Microbatches: their tokens, how many losses are NaN or infinite, and the last loss; unread."""
+
+    def __init__(self) -> None:
+        self.tokens: Any = 0
+        self.not_finite: Any = 0
+        self.loss: Any = None
 
 
 class TokensCounted(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._counted = SideTable()
-        """About a chunk's first gradient buffer: the tokens of the microbatches since it was zeroed."""
+        self._counted: weakref.WeakKeyDictionary[Any, _Counted] = weakref.WeakKeyDictionary()
+        """By chunk, since its gradients were zeroed."""
         self._in_call: Any = 0
         """The tokens of the forward-backward call that is under way, or of the last one."""
         self._training: list[bool] = []
         """Whether the forward-backward call that is under way trains."""
-        self._not_finite: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """By chunk: how many losses of the step that is being made are NaN or infinite."""
         # Errors so far: tensors, which are read in the steps in which ranks are compared.
-        self._times_uncounted: Any = 0
-        self._losses_not_finite: Any = 0
+        self._times: dict[str, Any] = dict.fromkeys(_WRONG_DIVISORS, 0)
+        self._not_finite: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """By chunk: how many losses that are NaN or infinite it was stepped on."""
         self._old_counts: list[tuple[Any, tuple[str, ...]]] = []
         """In this step: whether any router's count was above zero, as a tensor, and the user's code then."""
 
@@ -60,6 +78,7 @@ class TokensCounted(Part):
         self._training.append(call.trains)
         if call.trains:
             self._in_call = 0
+            self._compare_factors(call.chunks)
             if self.audit.looks():
                 self._look_at_routers(call.chunks)
 
@@ -76,6 +95,18 @@ class TokensCounted(Part):
 
             self.ledger.judged["fresh-counts"] += 1
             self._old_counts.append((torch.stack([count.any() for count in counts]).any(), user_code()))
+
+    @observes
+    def _compare_factors(self, chunks: list[Any]) -> None:
+        """Note gradients that are multiplied, as they are reduced, for the other way of dividing them."""
+        for chunk in chunks:
+            by_tokens, averages = chunk.config.calculate_per_token_loss, chunk.ddp_config.average_in_collective
+            buffer = first_buffer(chunk)
+            if buffer is not None and buffer.data_parallel_group.size() > 1:
+                factor = buffer.gradient_scaling_factor
+                if (factor == 1) != (by_tokens or averages):
+                    what = f"calculate_per_token_loss is {by_tokens}, and buffers multiply gradients by {factor:g}"
+                    self.ledger.report("tokens-counted", "factor", f"{what}, as it was not when they were made")
 
     def end_call(self, call: Call) -> None:
         self._training.pop()
@@ -94,35 +125,38 @@ class TokensCounted(Part):
 
     @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
-        self.ledger.judged["tokens-counted"] += 1
         self._in_call = self._in_call + num_tokens
-        for buffer in islice(grad_buffers([chunk]), 1):
-            self._counted.set(buffer, self._counted.get(buffer, 0) + num_tokens)
+        counted = self._counted.setdefault(chunk, _Counted())
+        counted.tokens = counted.tokens + num_tokens
         if loss is not None:
-            self._not_finite[chunk] = self._not_finite.get(chunk, 0) + ~loss.detach().isfinite()
+            self.ledger.judged["tokens-counted losses"] += 1
+            counted.not_finite = counted.not_finite + ~loss.detach().isfinite()
+            counted.loss = loss.detach()
 
     @observes
     def finishing(self, chunks: list[Any], num_tokens: Any) -> None:
         if num_tokens is None:
             return
-        first_buffers = [buffer for chunk in chunks for buffer in islice(grad_buffers([chunk]), 1)]
-        counted = sum(self._counted.get(buffer, 0) for buffer in first_buffers)
+        self.ledger.judged["tokens-counted divisors"] += 1
+        of_chunks = [self._counted.get(chunk, _Counted()) for chunk in chunks]
+        counted = sum(each.tokens for each in of_chunks)
         is_last_calls = (self._in_call == num_tokens) & (counted != num_tokens)
-        self._times_uncounted = self._times_uncounted + is_last_calls
+        self._times["normalizer"] = self._times["normalizer"] + is_last_calls
+        for loss in (each.loss for each in of_chunks if each.loss is not None):
+            self._times["without"] = self._times["without"] + ((counted == 0) & (loss != 0))
 
     @observes
     def zeroed(self, buffer: Any) -> None:
-        self._counted.pop(buffer, None)
+        for chunk in [chunk for chunk in self._counted if first_buffer(chunk) is buffer]:
+            del self._counted[chunk]
 
     # ------------------------------------------------------------------------ judged in the step
     @observes
     def end_step(self, step: Step) -> None:
         for chunk in step.chunks:
-            not_finite = self._not_finite.pop(chunk, 0)
+            counted = self._counted.pop(chunk, _Counted())
             if step.succeeded:
-                self._losses_not_finite = self._losses_not_finite + not_finite
-            for buffer in islice(grad_buffers([chunk]), 1):
-                self._counted.pop(buffer, None)
+                self._not_finite[chunk] = self._not_finite.get(chunk, 0) + counted.not_finite
         seen, self._old_counts = self._old_counts, []
         for is_counted, where in seen:
             if is_counted:  # Megatron's step has waited for the GPU by now
@@ -134,14 +168,20 @@ class TokensCounted(Part):
     @observes
     def judge(self) -> None:
         """Report errors since the last time. Waits for a GPU."""
-        uncounted, not_finite = int(self._times_uncounted), int(self._losses_not_finite)
-        self._times_uncounted = self._losses_not_finite = 0
-        if uncounted:
-            what = "gradients of several calls were divided by the number of tokens of the last one"
-            self.ledger.report("tokens-counted", "normalizer", what)
-        if not_finite:
-            what = f"the optimizer has stepped on {not_finite} microbatches whose loss is NaN or infinite"
-            self.ledger.report("tokens-counted", "loss", what)
+        for kind, what in _WRONG_DIVISORS.items():
+            if int(self._times[kind]):
+                self.ledger.report("tokens-counted", kind, what)
+            self._times[kind] = 0
+        for chunk, count in list(self._not_finite.items()):
+            del self._not_finite[chunk]
+            if int(count) and not self._is_finite(chunk):
+                what = f"the optimizer has stepped on {int(count)} microbatches whose loss is NaN or infinite"
+                self.ledger.report("tokens-counted", "loss", what)
+
+    def _is_finite(self, chunk: Any) -> bool:
+        """Return whether some elements of what this rank steps of a chunk are finite. Waits for a GPU."""
+        stepped = [tensor for part in self.audit.models.optimizers_of(chunk) for tensor in stepped_by(part)]
+        return all(bool(sample.isfinite().all()) for sample in sample_of(stepped).values())
 
     @observes
     def forget(self) -> None:

@@ -1,14 +1,14 @@
-"""training-mode, evaluation-mode: dropout and auxiliary losses are on in calls that train, and off in the others.
+"""training-mode, evaluation-mode: dropout and auxiliary losses are on in calls that train only.
 
 Watches   each forward-backward call, as it begins: `training` of the chunks' modules, where they have dropout or a
           router with an auxiliary loss, for which it makes a difference; and that of each layer with dropout. In a
-          call that begins in the wrong mode it looks again as the model runs: Megatron-LM's train_rl.py changes
-          the mode in its forward step.
+          call that begins in the wrong mode it looks again as the model runs, by torch's hook for all modules,
+          which changes no module: Megatron-LM's train_rl.py changes the mode in its forward step.
 Limits    the mode of the model inside a chunk's wrappers counts, and that of layers in which something is trained:
           a frozen tower may be in eval(). Of dropout without a torch.nn.Dropout only the rates of the config and
           of Megatron's layers are known. Of routers the model's mode counts.
 Cost      a fraction of a microsecond a layer and call; a look through a chunk's modules in its first; a hook on
-          the model in a call that begins in the wrong mode.
+          modules in a call that begins in the wrong mode.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ class _Suspect:
     """A model with parts in the wrong mode as a call begins, which are looked at again as it runs."""
 
     def __init__(self, model: Any, parts: list[Any]) -> None:
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
         self._modes: set[bool] = set()
-        self._hook = model.register_forward_pre_hook(
-            lambda *_: self._modes.update(each.training for each in parts)
-        )
+        self._model, self._parts = model, parts
+        self._hook = register_module_forward_pre_hook(self._look)
+
+    def _look(self, module: Any, _: Any) -> None:
+        if module is self._model:
+            self._modes.update(part.training for part in self._parts)
 
     def has_run(self, training: bool) -> bool:
         """Return whether any part has run in this mode, and look no longer."""
@@ -48,6 +53,10 @@ class TrainingMode(Part):
         """About a chunk: its model, and the layers that drop something, if any is dropped."""
         self._suspected: dict[Call, list[_Suspect]] = {}
         """By call that is under way, the models that it began to run in the wrong mode."""
+
+    def drops(self) -> bool:
+        """Return whether anything is dropped in a model that is there and has made a call."""
+        return any(self._droppers.get(chunk) for chunk in self.audit.models.chunks)
 
     @observes
     def begin_call(self, call: Call) -> None:

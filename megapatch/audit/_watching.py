@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from .._dotted import find
+from .._python.dotted import find
 from ..patch import ABSENT, NEEDED, UNKNOWN, Site, Verdict
 
 Watcher: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -209,6 +209,9 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
+RETIRED: dict[str, str] = {}
+"""Patches that were removed, each with the release that has the repair. Settings still know their names."""
+
 
 def of_family(family: str) -> tuple[Patch, ...]:
     """Import a family's files, of one patch each, and return the patches in order."""

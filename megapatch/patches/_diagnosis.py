@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-from .._dotted import find
-from .._layers import innermost
+from .._python.dotted import find
+from .._python.layers import innermost
 from ..patch import ABSENT, FIXED, NEEDED, UNKNOWN, Verdict, unpatched
 
 ASSERTIONS = (AssertionError, RuntimeError, ValueError)
@@ -136,6 +136,11 @@ def cannot_run(what: str, error: Exception) -> Verdict:
     if not __debug__:
         return Verdict(UNKNOWN, f"expected {what} to run on a stand-in with assertions; python -O turns them off")
     return Verdict(UNKNOWN, f"expected {what} to run on a stand-in; it raises {type(error).__name__}: {error}")
+
+
+def most_urgent(*found: Verdict) -> Verdict:
+    """Return the verdict that most needs attention, of parts of one site."""
+    return min(found, key=lambda verdict: (UNKNOWN, NEEDED, FIXED).index(verdict.kind))
 
 
 def missing_names(path: str, *names: str) -> list[str]:

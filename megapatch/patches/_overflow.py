@@ -7,8 +7,8 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .._dotted import temporarily_set
-from .._troubleshooting import see
+from .._python.dotted import temporarily_set
+from .._version import see
 
 OVERFLOW = (False, None, None)
 """The result of step() of Megatron's optimizers when they have found an overflow and not stepped."""

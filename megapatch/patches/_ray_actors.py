@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from .._loaded_modules import loaded_modules
-from .._troubleshooting import see
+from .._python.loaded_modules import loaded_modules
+from .._version import see
 
 log = logging.getLogger("megapatch")
 

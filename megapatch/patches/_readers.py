@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from .._dotted import find
 from .._mcore.known import arguments_of
 from .._mcore.param_gathers import ddps_in, gather_params
+from .._python.dotted import find
 from ..patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from ._diagnosis import (
     Lacking,

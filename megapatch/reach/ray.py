@@ -157,8 +157,10 @@ def _looking() -> Callable[[object], Facts]:
 def _before(chained: str | Callable[[], object] | None) -> Callable[[], None]:
     # Pickled by value, because it is local to a function. So it must not use a global name of this module.
     def activate_megapatch() -> None:
+        import importlib
+
         try:
-            import megapatch  # noqa: F401
+            importlib.import_module("megapatch")
         except ImportError as error:
             import logging
             import sys
@@ -171,8 +173,6 @@ def _before(chained: str | Callable[[], object] | None) -> Callable[[], None]:
                 "".join(character if character.isprintable() else " " for character in str(error)),
             )
         if isinstance(chained, str):
-            import importlib
-
             module, _, name = chained.rpartition(".")
             getattr(importlib.import_module(module), name)()
         elif chained is not None:

@@ -7,13 +7,15 @@ import contextlib
 import functools
 import inspect
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from .._pausing.blocking import device_setter
-from .._pausing.waiting import is_remote, result_of, wait_to_end
-from .._troubleshooting import see
+from .._pausing.waiting import begin, failure_of, is_remote, raise_cancelled, result_of, wait_to_end
+from .._version import see
+from ._parts import Trainer
 
 _T = TypeVar("_T")
 
@@ -101,10 +103,8 @@ async def perform(
     Args:
         data: whether it returns data. The result of another call is waited for in full, as `finished` does.
     """
-    if is_remote(call):
-        result = call.remote(*args, **kwargs)  # type: ignore[attr-defined]
-    elif thread is None or inspect.iscoroutinefunction(call):
-        result = call(*args, **kwargs)
+    if thread is None or is_remote(call) or inspect.iscoroutinefunction(call):
+        result = begin(call, *args, **kwargs)
     else:
         function = functools.partial(_raising_no_stop_iteration, call, *args, **kwargs)
         result = asyncio.get_running_loop().run_in_executor(thread, function)
@@ -119,18 +119,6 @@ async def run_to_end(coroutine: Coroutine[Any, Any, _T]) -> _T:
     if cancelled is not None:
         raise_cancelled(cancelled, task)
     return task.result()
-
-
-def raise_cancelled(cancelled: BaseException, task: asyncio.Task[Any]) -> NoReturn:
-    """Raise the cancellation, caused by the task's failure if there is one: `from None` would hide the context."""
-    if (failure := failure_of(task)) is not None:
-        raise cancelled from failure
-    raise cancelled
-
-
-def failure_of(task: asyncio.Task[Any]) -> BaseException | None:
-    """Return why a finished task failed, or None if it did not fail."""
-    return None if task.cancelled() else task.exception()
 
 
 class SequentialCalls:
@@ -177,3 +165,59 @@ def _raising_no_stop_iteration(call: Callable[..., Any], *args: Any, **kwargs: A
         return call(*args, **kwargs)
     except StopIteration as error:
         raise RuntimeError(f"{getattr(call, '__qualname__', call)} raised StopIteration") from error
+
+
+IN_FLIGHT = 2
+"""Calls of train_microbatch() under way or waiting: the next is prepared during training on the current one."""
+
+
+class MicrobatchQueue:
+    """The train_microbatch calls of one step, of which at most `IN_FLIGHT` are running or queued at a time."""
+
+    def __init__(self, calls: SequentialCalls, trainer: Trainer) -> None:
+        self._calls, self._trainer = calls, trainer
+        self._stopped = False
+        self.tasks: deque[asyncio.Task[None]] = deque()
+
+    def put(self, data: Any) -> None:
+        """Queue a call."""
+        self.tasks.append(asyncio.ensure_future(self._train(data)))
+
+    def reap(self) -> None:
+        """Forget finished calls; raise the exception of the first that failed."""
+        while self.tasks and self.tasks[0].done():
+            self.tasks.popleft().result()
+
+    async def wait_for_room(self) -> None:
+        """Wait until fewer than `IN_FLIGHT` calls are left, and raise the exception of one that failed."""
+        await self._wait_for_fewer_than(IN_FLIGHT)
+
+    async def wait_until_empty(self) -> None:
+        """Wait until all calls have ended, and raise the exception of one that failed."""
+        await self._wait_for_fewer_than(1)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The failure of a call that was not raised."""
+        failures = [failure_of(task) for task in self.tasks if task.done()]
+        return next((failure for failure in failures if failure is not None), None)
+
+    async def stop(self) -> list[BaseException]:
+        """Make no more calls, wait for the running one, and return failures that were not raised."""
+        self._stopped = True
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        return [failure for task in self.tasks if (failure := failure_of(task)) is not None]
+
+    async def _wait_for_fewer_than(self, number: int) -> None:
+        self.reap()
+        while len(self.tasks) >= number:
+            await asyncio.wait([self.tasks[0]])  # which leaves it alone when we are cancelled
+            self.reap()
+
+    async def _train(self, data: Any) -> None:
+        try:
+            await self._calls(self._trainer, "train_microbatch", data, unless=lambda: self._stopped)
+        except BaseException:
+            self._stopped = True  # now, before the next one gets its turn
+            raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,15 +10,12 @@ from typing import Any
 
 from .._pausing.waiting import tell_besides
 from ..errors import EmptyStepError, MisuseError
-from ._calls import SequentialCalls, Timer, failure_of, perform, run_to_end
+from ._calls import MicrobatchQueue, SequentialCalls, Timer, perform, run_to_end
 from ._config import StreamingConfig
 from ._groups import Group, Groups
 from ._parts import Buffer, Trainer
 from ._rollouts import Rollouts
 from ._supply import Supply
-
-IN_FLIGHT = 2
-"""Calls of train_microbatch() under way or waiting: the next is prepared during training on the current one."""
 
 
 @dataclass(frozen=True)
@@ -253,55 +249,3 @@ class Preparation:
             compute, data, thread=self._thread, watchdog=self._calls.watchdog, data=True
         )
         return computed
-
-
-class MicrobatchQueue:
-    """The train_microbatch calls of one step, of which at most `IN_FLIGHT` are running or queued at a time."""
-
-    def __init__(self, calls: SequentialCalls, trainer: Trainer) -> None:
-        self._calls, self._trainer = calls, trainer
-        self._stopped = False
-        self.tasks: deque[asyncio.Task[None]] = deque()
-
-    def put(self, data: Any) -> None:
-        """Queue a call."""
-        self.tasks.append(asyncio.ensure_future(self._train(data)))
-
-    def reap(self) -> None:
-        """Forget finished calls; raise the exception of the first that failed."""
-        while self.tasks and self.tasks[0].done():
-            self.tasks.popleft().result()
-
-    async def wait_for_room(self) -> None:
-        """Wait until fewer than `IN_FLIGHT` calls are left, and raise the exception of one that failed."""
-        await self._wait_for_fewer_than(IN_FLIGHT)
-
-    async def wait_until_empty(self) -> None:
-        """Wait until all calls have ended, and raise the exception of one that failed."""
-        await self._wait_for_fewer_than(1)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The failure of a call that was not raised."""
-        failures = [failure_of(task) for task in self.tasks if task.done()]
-        return next((failure for failure in failures if failure is not None), None)
-
-    async def stop(self) -> list[BaseException]:
-        """Make no more calls, wait for the running one, and return failures that were not raised."""
-        self._stopped = True
-        if self.tasks:
-            await asyncio.wait(self.tasks)
-        return [failure for task in self.tasks if (failure := failure_of(task)) is not None]
-
-    async def _wait_for_fewer_than(self, number: int) -> None:
-        self.reap()
-        while len(self.tasks) >= number:
-            await asyncio.wait([self.tasks[0]])  # which leaves it alone when we are cancelled
-            self.reap()
-
-    async def _train(self, data: Any) -> None:
-        try:
-            await self._calls(self._trainer, "train_microbatch", data, unless=lambda: self._stopped)
-        except BaseException:
-            self._stopped = True  # now, before the next one gets its turn
-            raise

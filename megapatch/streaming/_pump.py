@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from .._troubleshooting import see
+from .._version import see
 from ..errors import MisuseError
 from ._calls import SequentialCalls, Timer, Watchdog, perform, run_to_end
 from ._config import StreamingConfig

@@ -28,10 +28,9 @@ class Rollout:
 class Rollouts:
     """Admits rollouts that can still be trained on.
 
-    Rollouts that have begun, from the first on, are never more than those of the optimizer steps up to
-    `max_staleness` after that of the weights: AReaL's bound. So those that began with weights up to a version fit
-    into the optimizer steps in which they are not too old, unless newer ones take their places. "weight_fifo"
-    keeps these.
+    AReaL's bound: rollouts ever begun <= (version + max_staleness + 1) x rollouts of a step. So rollouts that
+    began with weights up to a version fit into the optimizer steps in which they are not too old, unless newer
+    ones take their places. "weight_fifo" keeps these places.
 
     Args:
         version: of the trainer's weights, and of generation's.

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .._troubleshooting import see
-from ._calls import Watchdog, failure_of, perform, run_to_end
+from .._pausing.waiting import failure_of
+from .._version import see
+from ._calls import MicrobatchQueue, Watchdog, perform, run_to_end
 from ._config import StreamingConfig
 from ._groups import Group, Groups
 from ._parts import Buffer
 from ._rollouts import Rollouts
-
-if TYPE_CHECKING:
-    from ._optimizer_step import MicrobatchQueue
 
 log = logging.getLogger("megapatch")
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from .._pausing.waiting import finished
-from .._troubleshooting import see
+from .._version import see
 from ..weight_sync import paused_generation
 from ._calls import SequentialCalls, run_to_end
 from ._parts import Generation, Synchronizer

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._layers import MARK
+from .._python.layers import MARK
 from ..errors import MisuseError
 from ..patch import FIXED
 from ..patches.skyrl import accumulate_forward_backward as several_calls

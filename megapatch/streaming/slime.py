@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .._dotted import temporarily_set
 from .._mcore.bucket_groups import finish_param_gathers
+from .._python.dotted import temporarily_set
 from ..errors import MisuseError
 from ._parts import PausedBySync
 

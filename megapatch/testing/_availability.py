@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._finding import find_module
+from .._python.finding import find_module
 
 
 def megatron_core_available() -> bool:

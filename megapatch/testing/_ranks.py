@@ -26,7 +26,7 @@ from .._engine.settings import QUIET
 from ..errors import MisuseError, RanksFailed, RanksTimedOut
 from . import _main_module, _rank_process
 from ._rank_process import STACK_SIGNAL, Job, Outcome
-from ._server import ensure_server, no_main_module
+from ._server import ensure_server, nothing_of_the_caller
 
 _GRACE = 2.0  # seconds for the other ranks to finish after one has failed
 _ASK_EVERY = 0.5  # seconds
@@ -171,7 +171,7 @@ class _Rank:
         context: Any = multiprocessing.get_context("forkserver" if self.job.device == "cpu" else "spawn")
         # Not daemonic: saving a checkpoint starts processes, and a daemon must not.
         self.process = context.Process(target=exec, args=(_rank_process.BOOTSTRAP, namespace))
-        with no_main_module():
+        with nothing_of_the_caller():
             self.process.start()
         self._theirs.close()
 

@@ -27,6 +27,10 @@ _PRELOADED = [
 if not sys.warnoptions:  # the server inherits them, and would die of torch's own DeprecationWarning
     _PRELOADED.append("torch._inductor.compile_fx")
 
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""With it multiprocessing's `python -c`, of servers and of children, has no working directory on its path: from
+Python 3.11 on."""
+
 
 def ensure_server() -> None:
     """Start multiprocessing's fork server if it is not running yet, with torch imported and a single thread.
@@ -37,22 +41,24 @@ def ensure_server() -> None:
     # Forking a process with threads is unsafe. Inductor of older torches starts some when it is imported.
     # ensure_running() is not documented (seen in CPython 3.6 to 3.13). Without it the first process would start
     # the server, when these variables are no longer set.
-    with _environment(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", TORCH_WARM_POOL="0"):
+    with _environment(**SAFE_PATH, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", TORCH_WARM_POOL="0"):
         multiprocessing.forkserver.ensure_running()
 
 
 @contextlib.contextmanager
-def no_main_module() -> Iterator[None]:
-    """Hide the caller's script from multiprocessing, which would run it in the child before all else.
+def nothing_of_the_caller() -> Iterator[None]:
+    """Hide the caller's script and working directory from the processes that multiprocessing starts.
 
-    The environment is not set by then. The child runs the script later, if needed.
+    The script would run in the child before all else, when the environment is not set; the child runs it later, if
+    needed. The child then takes the caller's sys.path, so that it finds the caller's modules.
     """
     # multiprocessing.spawn.get_preparation_data() reads sys.modules["__main__"] when a process starts (seen in
     # CPython 3.6 to 3.13): https://github.com/python/cpython/blob/v3.13.0/Lib/multiprocessing/spawn.py#L192
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        yield
+        with _environment(**SAFE_PATH):
+            yield
     finally:
         sys.modules["__main__"] = main
 
@@ -72,6 +78,19 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _elsewhere() -> Iterator[None]:
+    """Work in a folder where only root can put files: for a program, as another thread would find itself there."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    before = os.getcwd()
+    with _environment(PYTHONPATH=os.pathsep.join(os.path.abspath(folder) for folder in folders if folder)):
+        os.chdir(os.sep)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+@contextlib.contextmanager
 def server_of_a_program() -> Iterator[None]:
     """Start the server for a command-line program; on Ctrl-C, end it.
 
@@ -80,7 +99,8 @@ def server_of_a_program() -> Iterator[None]:
     """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        ensure_server()
+        with _elsewhere() if sys.version_info < (3, 11) else contextlib.nullcontext():
+            ensure_server()
     finally:
         signal.signal(signal.SIGINT, before)
     try:

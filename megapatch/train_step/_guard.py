@@ -20,8 +20,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from .._layers import HOLDER
-from .._places import user_line
+from .._python.layers import HOLDER
+from .._python.places import user_line
 from ..errors import MisuseError
 
 MOVES = ("step", "step_with_ready_grads")

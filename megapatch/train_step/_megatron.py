@@ -16,7 +16,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._dotted import temporarily_set
 from .._mcore.bucket_groups import (
     begin_lines,
     bucket_groups,
@@ -28,6 +27,7 @@ from .._mcore.bucket_groups import (
 from .._mcore.logged_losses import OwnLosses
 from .._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
 from .._mcore.step_state import StepState, counts_of, forget_counts
+from .._python.dotted import temporarily_set
 from ..errors import MisuseError
 from ._normalization import LossScaling, Normalization, check_normalizer
 from ._result import StepResult

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .._dotted import find
+from .._python.dotted import find
 from ..errors import MisuseError
 
 

@@ -13,13 +13,13 @@ from rigs.audit import running_audit
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import UNPATCHED
 from rigs.mistakes.table import LATER, MISTAKES, as_markdown, as_sentence
-from rigs.turns import chosen, with_nightly
+from rigs.where import chosen, with_nightly
 
 from megapatch import audit
 from megapatch.audit import RULES
 from megapatch.testing import init_parallel, tiny_gpt
 
-PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "audit-tests.md").read_text()
 STEPS = 3
 SAMPLED = ("main-params-agree", "kept-between-steps")  # they know the step, however late they are read
 MOST_MISSED = 0.1  # of all mistakes; those that cannot be seen in Megatron's objects are among them

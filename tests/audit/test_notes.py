@@ -73,18 +73,20 @@ def test_an_accepted_finding_is_said_at_the_start_and_not_kept(monkeypatch, capl
     assert caplog.messages[0].startswith(f"audit: {ACCEPT}=stepped-once: findings of it are not kept")
 
 
-def test_notes_are_logged_as_info_and_listed_at_the_end(caplog):
+def test_the_first_note_of_a_rule_is_one_warning_when_it_is_seen_and_all_are_listed_at_the_end(caplog):
     caplog.set_level(logging.INFO, "megapatch")
     ledger = Ledger()
     ledger.step = 1
-    ledger.report("saved-is-trained", "copies", "copies are saved")
+    for kind in ("copies", "copies", "late"):
+        ledger.report("saved-is-trained", kind, f"saved: {kind}", where=("train.py:3 in save",))
     ledger.summarize()
-    assert [record.levelname for record in caplog.records] == ["INFO"] * 3 + ["WARNING"]
-    first, nothing, listed, warned = caplog.messages
-    assert first.startswith("audit: note: saved-is-trained")
+    assert [record.levelname for record in caplog.records] == ["WARNING", *["INFO"] * 3, "WARNING"]
+    first, second, nothing, listed, warned = caplog.messages
+    assert first.startswith("audit: note: saved-is-trained (after 1 optimizer step): saved: copies. The run ")
+    assert "At train.py:3 in save." in first and second.startswith("audit: note: saved-is-trained")
     assert nothing == "audit: nothing found in 1 optimizer step"
     assert listed.startswith("audit: noted in 1 optimizer step:\n  saved-is-trained")
-    assert warned.startswith("audit: 1 note, logged at INFO: saved-is-trained; with MEGAPATCH_REPORT=FOLDER")
+    assert warned.startswith("audit: 2 notes of saved-is-trained; with MEGAPATCH_REPORT=FOLDER, megapatch audit")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from rigs.audit import Thing, part_of
 
 import megapatch
-from megapatch import _places
+from megapatch._python import places
 from megapatch.audit import _findings, _scaled_once
 from megapatch.audit._audit import Call, Part, Step
 from megapatch.audit._buckets import state_of
@@ -170,7 +170,7 @@ def test_a_bug_of_the_audit_is_told_once(watching, caplog):
     ],
 )
 def test_whose_code_a_finding_names(file, is_machinery):
-    assert _places.is_machinery(file) == is_machinery
+    assert places.is_machinery(file) == is_machinery
 
 
 def test_parameters_are_named_in_the_models_order():
@@ -179,4 +179,4 @@ def test_parameters_are_named_in_the_models_order():
     parameters = [parameter for _, parameter in named]
     assert _findings.describe(parameters[:0:-1], named) == "b and 1 more"
     assert _findings.describe(parameters[2:], named) == "c"
-    assert _findings.describe(parameters, []) == "a parameter and 2 more"
+    assert _findings.describe(parameters, []) == "a parameter that the model no longer has and 2 more"

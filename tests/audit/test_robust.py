@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from rigs.audit import WATCHERS, idle_audit, part_of, patches_of
-from rigs.needs import needs_torch
+from rigs.where import needs_torch
 
 from megapatch.audit._audit import Call
 from megapatch.audit._calls import Calls
@@ -123,11 +123,11 @@ def test_nothing_is_looked_at_while_a_cuda_graph_is_captured(monkeypatch, caplog
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     part = part_of(running, TokensCounted)
-    part._times_uncounted = mock.MagicMock()
+    part._times["normalizer"] = times = mock.MagicMock()
     for _ in range(2):
         part.judge()
-    part._times_uncounted.__int__.assert_not_called()
+    times.__int__.assert_not_called()
     assert caplog.text.count("CUDA graph") == 1
     capturing[0] = False
     part.judge()
-    assert part._times_uncounted == 0  # it has been read, and begins again
+    assert part._times["normalizer"] == 0  # it has been read, and begins again

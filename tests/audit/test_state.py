@@ -104,7 +104,8 @@ def test_what_was_loaded_is_looked_for(watching, loaded, moment, is_found):
     optimizer, loads = Optimizer(moment), part_of(watching, LoadedIsThere)
     watcher_of(loads, "FP32Optimizer.load_state_dict")(lambda *ignored: None)(optimizer, loaded)
     loads.begin_step(Step(optimizer, []))
-    assert [found.rule for found in watching.ledger.findings()] == ["loaded-is-there"] * is_found
+    found = [*watching.ledger.findings(), *watching.ledger.notes()]
+    assert [each.rule for each in found] == ["loaded-is-there"] * is_found
 
 
 def test_moments_may_be_loaded_on_their_own(watching):
@@ -113,6 +114,25 @@ def test_moments_may_be_loaded_on_their_own(watching):
     watcher_of(loads, "DistributedOptimizer.load_parameter_state")(lambda *ignored: None)(optimizer, "a file")
     loads.begin_step(Step(optimizer, []))
     assert watching.ledger.findings() == []
+
+
+# ------------------------------------------------------------------------ schedules
+class Schedule:
+    def __init__(self, optimizer):
+        self.optimizer, self.num_steps = optimizer, 0
+
+
+def test_a_schedule_of_an_optimizer_that_no_longer_steps_is_said_to_be_that(watching):
+    loads, earlier, later = part_of(watching, LoadedIsThere), Optimizer(1.0), Optimizer(1.0)
+    schedule = Schedule(earlier)
+    for optimizer in (earlier, earlier, later):
+        watching.ledger.step += 1
+        step = Step(optimizer, [])
+        step.succeeded = True
+        loads.end_step(step)
+        loads._note_advance(schedule, 1)
+    (note,) = watching.ledger.notes()
+    assert note.kind == "left" and note.what.endswith("its optimizer made none of the last 1 optimizer step")
 
 
 # ------------------------------------------------------------------------ buckets

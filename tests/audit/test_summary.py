@@ -12,6 +12,7 @@ import pytest
 from rigs.command import run
 
 from megapatch._cli.audit import page, read
+from megapatch._cli.main import main
 from megapatch.audit._summary import summarize
 from megapatch.audit._words import texts
 
@@ -32,6 +33,14 @@ def report(rank, size=8, findings=(), notes=(), events=None, **changes):
     data |= {"settings": {"every": 50, "raises": False, "accepted": []}, "steps": 10, "seconds": 1.0}
     data |= {"began": 0.0, "ended": True, "events": events or {}, "findings": list(findings), "notes": list(notes)}
     return {**data, "rules": [*rules, {"name": "resumed", "status": "kept", "reason": ""}], **changes}
+
+
+@pytest.mark.parametrize("began", [float("inf"), 1e300])
+def test_a_report_that_cannot_be_read_is_a_sentence_and_exit_code_2(tmp_path, capsys, began):
+    write(tmp_path, report(0, 1, began=began))
+    assert main(["audit", str(tmp_path)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"{tmp_path / 'audit-00000.json'} cannot be read: ")
 
 
 def saves(*steps, count=None):
@@ -141,10 +150,31 @@ def test_an_attempt_before_a_restart_is_kept_apart(tmp_path):
     assert data["unreadable"] == []
 
 
+def test_an_attempt_that_was_killed_is_not_made_well_by_a_clean_one_after_it(tmp_path):
+    """The second has the same port, and the first has left no file of rank 1."""
+    write(tmp_path, report(0, 2, ended=False, began=1.0, seconds=2.0))
+    (tmp_path / "audit-00000.json").rename(tmp_path / "audit-00000-1.json")
+    write(tmp_path, report(0, 2, began=5.0), report(1, 2, began=4.0, seconds=3.0))
+    summary, unreadable = read(tmp_path)
+    assert [attempt.ranks for attempt in summary.attempts] == [[0], [0, 1]]
+    assert unreadable == [f"rank 1 left no file in {tmp_path}"]
+    write(tmp_path, report(0, 1, began=5.0))
+    (tmp_path / "audit-00001.json").unlink()
+    (tmp_path / "audit-00000-1.json").write_text(json.dumps(report(0, 1, ended=False, began=1.0)))
+    shown = run("audit", str(tmp_path))
+    assert shown.returncode == 2 and "attempt 1 of 2" in shown.stdout and not shown.stderr
+
+
 def test_two_models_of_a_job_are_kept_apart_and_a_rank_that_left_nothing_borrows_no_other_report():
     worlds = [report(rank, 2, world=world, began=rank) for rank in range(2) for world in "ab"]
     assert [attempt.ranks for attempt in summarize(worlds).attempts] == [[0, 1], [0, 1]]
     assert [attempt.ranks for attempt in summarize(worlds[:-1]).attempts] == [[0, 1], [0]]
+
+
+def test_a_kept_rule_counts_each_half():
+    counts = {"losses": 32, "divisors": 0}
+    rule = {"name": "tokens-counted", "status": "kept", "reason": "", "judged": 32, "counts": counts}
+    assert "kept: tokens-counted (32 losses, no divisors)" in text(summarize([report(0, 1, rules=[rule])]))
 
 
 def test_a_kept_rule_has_the_count_of_the_rank_that_has_judged_fewest():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rigs.command import run
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch.audit._settings import bad_values
 from megapatch.patches._catalogue import CATALOGUE
@@ -13,7 +13,7 @@ PACKAGES = {name.partition(".")[0] for family in CATALOGUE.values() for names in
 
 # An environment without Megatron and frameworks, whatever is installed.
 BARE = f"""
-import sys, megapatch._finding as finding
+import sys, megapatch._python.finding as finding
 find = finding.find_module
 finding.find_module = lambda name: None if name.partition(".")[0] in {PACKAGES} else find(name)
 from megapatch._cli.main import main

@@ -44,6 +44,34 @@ def test_doctor_refuses_code_that_looks_like_nothing_known(fake_megatron):
     assert "there is no such module" not in shown.stdout
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("MEGAPATCH_DISABLE", "megatron.lauder", "MEGAPATCH_DISABLE: no patch is called 'megatron.lauder'"),
+        (
+            "MEGAPATCH_ONLY",
+            "@same",
+            "MEGAPATCH_ONLY: no selection of patches is called '@same'; known: @same-numbers",
+        ),
+        ("MEGAPATCH_AUDIT_EVERY", "x", "MEGAPATCH_AUDIT_EVERY=x: expected a number of steps"),
+        ("MEGAPATH_ONLY", "x", "MEGAPATH_ONLY is set and means nothing to megapatch"),
+    ],
+)
+def test_a_bad_setting_is_said_once(fake_megatron, variable, value, said):
+    audit = {"MEGAPATCH_AUDIT": "1"} if "AUDIT" in variable else {}
+    shown = run("doctor", "--no-import", path=fake_megatron(DDP), **{variable: value}, **audit)
+    assert shown.returncode == 2 and shown.stderr.count(said) == 1
+
+
+def test_without_a_dependency_the_exit_code_is_that_of_a_bad_environment(tmp_path):
+    (tmp_path / "wrapt.py").write_text("raise ModuleNotFoundError('no wrapt', name='wrapt')")
+    shown = run("doctor", path=tmp_path)
+    said = "megapatch needs wrapt, which is not installed here: pip install wrapt\n"
+    assert (shown.returncode, shown.stdout, shown.stderr) == (2, "", said)
+    imported = run("-c", "import megapatch", path=tmp_path)
+    assert imported.returncode == 1 and "ModuleNotFoundError: no wrapt" in imported.stderr
+
+
 def test_every_key_of_the_json_is_documented(fake_megatron):
     """A new key belongs in the table of docs/doctor.md; when one goes or changes its meaning, SCHEMA grows."""
     page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()

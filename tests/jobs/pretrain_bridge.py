@@ -60,7 +60,7 @@ def provider():
     )
 
 
-def settings(until, **folders):
+def settings(until, **checkpoints):
     evaluation = {"eval_interval": 3, "eval_iters": 2}
     apart = hasattr(config, "ValidationConfig")
     made = config.ConfigContainer(
@@ -98,7 +98,7 @@ def settings(until, **folders):
         logger=config.LoggerConfig(log_interval=1, tensorboard_dir=None),
         tokenizer=config.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=127),
         checkpoint=config.CheckpointConfig(
-            save_interval=2, ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=True, **folders
+            ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=True, **{"save_interval": 2, **checkpoints}
         ),
         rng=config.RNGConfig(seed=1234),
         **({"validation": config.ValidationConfig(**evaluation)} if apart else {}),

@@ -4,13 +4,17 @@ from importlib.metadata import version
 
 import pytest
 from rigs.jobs.job import JOBS, assert_alike, both_ways, differences, run
+from rigs.where import needs_megatron
 
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 
-pytestmark = pytest.mark.skipif(
-    any(find_module(name) is None for name in ("megatron.bridge", "nvidia_resiliency_ext", "omegaconf")),
-    reason="Megatron-Bridge is not installed with what it needs: see tox -e jobs",
-)
+pytestmark = [
+    needs_megatron,
+    pytest.mark.skipif(
+        any(find_module(name) is None for name in ("megatron.bridge", "nvidia_resiliency_ext", "omegaconf")),
+        reason="Megatron-Bridge is not installed with what it needs: see tox -e jobs",
+    ),
+]
 SCRIPT = JOBS / "pretrain_bridge.py"
 
 

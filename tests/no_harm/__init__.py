@@ -10,7 +10,13 @@ steps    programs of steps, optimizers and schedules
 loads    programs of loads and swaps
 saves    programs of saves
 by_hand  programs of what is done by hand, and with classes of one's own
+own_classes  programs with subclasses, wrappers, mocks, hooks, copies and processes of one's own
 trainer  what programs build, and what is recorded of it
 runs     the job of the ranks
 compare  where two records differ
+
+Other programs, of calls one by one, compare more: after each call all that can be reached.
+
+calls    the programs
+states   the job of the ranks, and where two of its records differ
 """

@@ -94,6 +94,16 @@ def a_save_of_an_optimizer_with_one_count_for_all(run):
         trainer.disk.tree(loading=False)
 
 
+@program("fp16, sharded", "bf16, sharded", "pp, vpp")
+def a_load_of_an_optimizer_with_one_count_for_all(run):
+    trainer = with_adam(run, OneCount)
+    trainer.train(0, 1)
+    saved = trainer.optimizer_state()
+    trainer.train(2)
+    trainer.optimizer.load_state_dict(copy.deepcopy(saved[0][0]))
+    trainer.train(3, 4)
+
+
 class Whole(torch.optim.AdamW):
     """Is pickled and copied with all that it has, hooks of users too."""
 

@@ -22,7 +22,7 @@ from way_back.pictures import take_logged
 from megapatch._mcore.process_groups import process_groups
 from megapatch.testing import init_parallel
 
-from . import by_hand, loads, saves, steps
+from . import by_hand, loads, own_classes, saves, steps
 from .layouts import LAYOUTS
 from .table import PROGRAMS
 from .trainer import Run
@@ -33,20 +33,23 @@ ALONE = timedelta(seconds=15)
 """How long a rank waits for the other one in a collective."""
 LONGEST = 40
 """Seconds that a program may take."""
-MODULES = (steps, loads, saves, by_hand)
+MODULES = (steps, loads, saves, by_hand, own_classes)
 
 
-def run(pairs, mode, folder, **env):
+def run(pairs, mode, folder, *args, of=None, **env):
     """Return each rank's record by pair, or, of a pair that failed, the text of its failure.
 
     folder   for checkpoints; it is new
+    of       another job than this module's, with its further arguments
 
     A program that hangs, or leaves the ranks apart, ends its processes. The others run in new ones.
     """
     found, left = {}, list(pairs)
     while left:
         saves = f"{folder}/{len(left)}"
-        ranks = run_cells(job, 2, left, saves, timeout=600 + 10 * len(left), env={**ENVIRONMENTS[mode], **env})
+        ranks = run_cells(
+            of or job, 2, left, saves, *args, timeout=600 + 10 * len(left), env={**ENVIRONMENTS[mode], **env}
+        )
         for pair in left:
             if pair in ranks[0].failures:
                 found[pair] = ranks[0].failures[pair]

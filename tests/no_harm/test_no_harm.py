@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from rigs.megatron.save import minor
-from rigs.turns import chosen
+from rigs.where import chosen
+
+from megapatch._engine.settings import SAME_NUMBERS
+from megapatch.patches import PATCHES
 
 from . import runs
 from .compare import different, same
@@ -53,6 +56,16 @@ def test_without_its_patch_nothing_differs(records, program, layout):
     disabled = records(runs.PATCHED, alike, MEGAPATCH_DISABLE=",".join(patches))
     found = different(records(runs.PLAIN)[pair], disabled[pair])
     assert not found, in_lines(found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("program", "layout"), PAIRS)
+def test_the_patches_that_keep_numbers_do(records, program, layout):
+    """No program here fails. A save agrees by more collectives on whether it has failed anywhere."""
+    pair = program, layout
+    found = different(records(runs.PLAIN)[pair], records(runs.PATCHED, MEGAPATCH_ONLY=SAME_NUMBERS)[pair])
+    changed, kept = PROGRAMS[program].changed, {patch.name for patch in PATCHES if not patch.changes_numbers}
+    assert set(found) == {kind for name in changed.keys() & kept for kind in changed[name]}, in_lines(found)
 
 
 @pytest.mark.nightly

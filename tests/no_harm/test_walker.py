@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rigs.needs import TESTS
 from rigs.walker import changed, copies, of_modules, of_process, walk
+from rigs.where import TESTS
 
 
 class Thing:
@@ -36,6 +36,9 @@ class Thing:
 
     def method(self):
         return self
+
+    def made(self):
+        return lambda: self
 
 
 def replaced(thing):
@@ -102,7 +105,7 @@ def test_a_change_is_seen(name):
 
 def test_the_state_of_modules_and_of_the_process_is_seen(monkeypatch, tmp_path):
     def texts():
-        return walk({**of_modules("rigs.walker"), "process": of_process()})
+        return walk({**of_modules(["rigs.walker"]), "process": of_process()})
 
     before = texts()
     monkeypatch.setattr("rigs.walker.LONGEST", 201)
@@ -131,6 +134,14 @@ def test_what_is_apart_names_nothing_else():
     found = changed(before, walk({"thing": thing}, apart=["Thing.extra"]))
     assert found and all(place.startswith("thing.{Thing.extra}") for place in found)
     assert found["thing.{Thing.extra}[0]"] == (None, "is thing.weight")
+
+
+def test_what_a_method_has_made_is_apart():
+    thing = Thing()
+    before = walk({"thing": thing}, apart=["Thing.made"])
+    thing.function = thing.made()
+    found = changed(before, walk({"thing": thing}, apart=["Thing.made"]))
+    assert found["thing.function.{Thing.made}.<self>"] == (None, "is thing")
 
 
 def test_of_what_is_volatile_the_type_is_read():

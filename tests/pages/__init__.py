@@ -22,6 +22,7 @@ GENERATED = {
     "docs/limits.md": limits.page,
     "docs/patches.md": patches.page,
     "docs/process-state.md": process_state.page,
+    "docs/verdicts.csv": verdicts.rows,
 }
 OF_THE_SITE = {"verdicts.md": verdicts.page}
 SUFFIXES = (".md", ".py", ".cfg", ".toml", ".yml", ".ini", ".html")

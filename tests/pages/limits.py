@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from megapatch import patches
 from megapatch.patch import Patch
-from megapatch.patches import PATCHES
 
 INTRODUCTION = Path(__file__).with_name("limits_introduction.md")
 WIDTH = 115
@@ -39,12 +39,15 @@ def page() -> str:
     parts = [INTRODUCTION.read_text().rstrip()]
     for family, title in FAMILIES.items():
         parts.append(f"## {title}")
-        for patch in PATCHES:
+        for patch in patches.PATCHES:
             if patch.family == family:
                 parts.append(f"### {patch.name}")
                 for section in limits(patch):
                     items = (f"- {sentence(text)}" for each in section.paragraphs for text in _in_parts(each))
                     parts += [markdown(section.title), "\n".join(items)]
+                if patch.leaves:
+                    lines = [f"- `{attribute}`: {markdown(reason)}." for attribute, reason in patch.leaves]
+                    parts += ["After a normal call these differ:", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megapatch import patches
 from megapatch.patch import Patch
-from megapatch.patches import PATCHES
 
 from .limits import FAMILIES
 
@@ -19,13 +19,13 @@ def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     for family, title in FAMILIES.items():
-        parts += [f"## {title}", _table([patch for patch in PATCHES if patch.family == family])]
+        parts += [f"## {title}", _table([patch for patch in patches.PATCHES if patch.family == family])]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(patches: list[Patch]) -> str:
+def _table(of_family: list[Patch]) -> str:
     rows = ["| patch | what it makes right | upstream | changes numbers |", "| --- | --- | --- | --- |"]
-    for patch in patches:
+    for patch in of_family:
         numbers = "yes" if patch.changes_numbers else "no"
         reported = f"<{patch.upstream}>" if patch.upstream else "not reported"
         rows.append(f"| `{patch.name}` | {patch.summary} | {reported} | {numbers} |")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from process_state.table import FILE, HARMS, PACKAGES, VERDICTS, Row, read
 
-from megapatch.patches import PATCHES
+from megapatch.patches._catalogue import CATALOGUE
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "process-state.md"
 BEGINS = "<!-- Generated from docs/process-state.csv: `cd tests && python -m pages` -->\n\n"
@@ -21,7 +21,8 @@ HEADINGS = {
     "log": "What is logged",
     "none": "No harm known",
 }
-NAMES = re.compile("|".join(sorted((re.escape(patch.name) for patch in PATCHES), key=len, reverse=True)))
+_NAMES = sorted((re.escape(name) for patches in CATALOGUE.values() for name in patches), key=len, reverse=True)
+NAMES = re.compile("|".join(_NAMES))
 CODE = re.compile(r"(?<![\w.`])(?=[\w.*]*(?:_|\(\)))[\w.*]+(?:\(\))?")
 """Names with an underscore or parentheses. As code they wrap at any letter, so tables fit."""
 

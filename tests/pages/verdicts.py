@@ -7,8 +7,8 @@ import re
 
 from verdicts import releases, table
 
+from megapatch import patches
 from megapatch.patch import Patch
-from megapatch.patches import PATCHES
 
 INTRODUCTION = """\
 # What each patch says of each release
@@ -19,13 +19,8 @@ INTRODUCTION = """\
 `docs/verdicts.csv`. This page is made of it. CI asks the diagnoses of the releases that it installs, and fails
 where they differ. No version number is looked at. Tags and commits are checkouts.
 
-| verdict | meaning |
-| --- | --- |
-| `needed` | the defect is there, in a shape that the patch knows: it is applied |
-| `fixed` | upstream has repaired it |
-| `absent` | this release has no such feature |
-| `unsupported` | known, and megapatch does not patch it |
-| `not looked at` | nobody has asked yet; `megapatch doctor` does |
+The verdicts are explained in [Writing a patch](writing-a-patch.md#the-diagnosis). Some checkouts were not
+looked at yet; there `megapatch doctor` says it.
 
 ## Your release
 
@@ -35,13 +30,20 @@ Patches in the last column are needed as much, and leave the numbers of a run th
 HEAD = "| release | loaded with | may change numbers | other patches |\n| --- | --- | --- | --- |"
 
 
+def rows() -> str:
+    """Return docs/verdicts.csv without the rows of sites that are gone."""
+    return table.write(
+        table.read(table.FILE.read_text()), patches.PATCHES, releases.read(releases.FILE.read_text())
+    )
+
+
 def page() -> str:
     """Return the whole page."""
     verdicts = table.read(table.FILE.read_text())
     lines = [INTRODUCTION]
     for project, its in itertools.groupby(releases.read(releases.FILE.read_text()), lambda one: one.project):
         lines += ["", f"### {project}", "", HEAD, *(_row(release, verdicts) for release in its)]
-    for patch in PATCHES:
+    for patch in patches.PATCHES:
         lines += ["", f"## {patch.name}", "", patch.summary + (f" <{patch.upstream}>" if patch.upstream else "")]
         for site in patch.sites:
             lines += _site(site.module, verdicts.get((patch.name, site.module), {}))
@@ -56,7 +58,7 @@ def _row(release: releases.Release, verdicts: table.Verdicts) -> str:
         and release.name in cells
         and cells[release.name].verdict == "needed"
     }
-    needs = [patch for patch in PATCHES if patch.name in needed]
+    needs = [patch for patch in patches.PATCHES if patch.name in needed]
     cells = [
         f'<a id="{anchor(str(release))}"></a>{release.name}',
         ", ".join(f"[{one.replace('==', ' ')}](#{anchor(one)})" for one in release.beside),

@@ -17,7 +17,7 @@ from rigs.megatron.options import GRADS, quick_writer
 from rigs.slime.actor import REFERENCE, Actor
 from rigs.slime.train import IMITATIONS, SlimeLoop
 
-from megapatch._layers import MARK
+from megapatch._python.layers import MARK
 from megapatch._verify.checks import CHECKS, checkpoints, loads
 from megapatch.patch import FIXED, NEEDED, Patch, Site, Verdict
 from megapatch.patches import PATCHES
@@ -89,6 +89,7 @@ SCENARIOS = {
 }
 
 
+@pytest.mark.every_patch("megatron", "slime")
 def test_every_patch_keeps_the_contract(monkeypatch):
     monkeypatch.syspath_prepend(str(IMITATIONS))
     here = [patch for patch in PATCHES if patch.family in ("megatron", "slime")]

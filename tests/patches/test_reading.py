@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from megapatch._dotted import find
+from megapatch._python.dotted import find
 from megapatch.patches._diagnosis import StandIn, in_finally, missing_names, real_imports_but, resolve
 from megapatch.patches.nemo_rl._workers import takes
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from megapatch._dotted import temporarily_set
+from megapatch._python.dotted import temporarily_set
 from megapatch.patches._overflow import OVERFLOW, overflow_answered
 
 

@@ -20,7 +20,7 @@ if not (find_spec("ray") and find_spec("torch")):
 
 from rigs.ray import TESTS, cluster, job, remotes
 
-from megapatch._exact_version import exact_version
+from megapatch._versions import exact_version
 from megapatch.reach.ray import assert_consistent, compose_into_init, runtime_env
 from megapatch.testing import run_ranks
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from rigs.needs import needs_megatron
 from rigs.run import environment, run, start
+from rigs.where import needs_megatron
 
 from megapatch.reach import _run
 from megapatch.reach._run.site.sitecustomize import HERE, TARGETS

@@ -90,8 +90,7 @@ class Expected:
     def statuses(self):
         if "!" not in self.chain:  # only a reload does that; a stranger without functools.wraps hides the new code
             return ("overwritten",) if "~" in self.chain else ("missed",)
-        _, _, above = self.chain.partition("!")
-        return ("overwritten",) if "~" in above else ("applied",)
+        return ("applied",)
 
     def apply(self):
         if self.statuses == ("missed",):

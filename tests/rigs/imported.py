@@ -17,8 +17,8 @@ from multiprocessing import connection, forkserver
 from unittest import mock
 
 from megapatch.testing import run_ranks
-from megapatch.testing._server import ensure_server, no_main_module
-from rigs.needs import missing
+from megapatch.testing._server import ensure_server, nothing_of_the_caller
+from rigs.where import missing
 
 MOST = 4  # servers that are kept
 MODULES = (  # what init_parallel() and tiny_gpt() import
@@ -65,7 +65,7 @@ class Server(forkserver.ForkServer):
             self.process = multiprocessing.get_context("forkserver").Process(
                 target=exec, args=(START, names), daemon=True
             )
-            with no_main_module():
+            with nothing_of_the_caller():
                 self.process.start()
         theirs.close()
         self.alive = ours

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from megapatch._layers import MARK
+from megapatch._python.layers import MARK
 
 VALUES = (
     type(None),
@@ -82,7 +82,7 @@ def walk(roots, apart=(), volatile=(), folder=None):
     """Return the text of each place that can be reached, by its path.
 
     apart     attributes, as "Class.attribute" or "module.attribute", whose places have that name in braces, and
-              are not what other places are named after
+              are not what other places are named after; of a method, what functions hold that it has made
     volatile  attributes of which only the type is read: times
     folder    a path that strings may have in them, and that each process has another of
     """
@@ -165,7 +165,7 @@ class _Walk:
                 names[name] = slot.__get__(value)
             except AttributeError:
                 continue
-        owners = [*(kind.__name__ for kind in kinds), path]
+        owners = [*(kind.__name__ for kind in kinds), path, path.rpartition(".")[2]]
         for name in sorted(map(str, names)):
             if name in UNSEEN or name in skip:
                 continue
@@ -251,7 +251,12 @@ class _Walk:
 
     def _function(self, path, value):
         names = value.__code__.co_freevars
-        cells = [Child(f".<{name}>", cell) for name, cell in zip(names, value.__closure__ or (), strict=True)]
+        maker = value.__qualname__.rpartition(".<locals>.")[0]
+        step, is_apart = (f".{{{maker}}}", True) if maker in self.apart else ("", False)
+        cells = [
+            Child(f"{step}.<{name}>", cell, is_apart)
+            for name, cell in zip(names, value.__closure__ or (), strict=True)
+        ]
         defaults = [Child(".defaults", value.__defaults__), Child(".kwdefaults", value.__kwdefaults__)]
         return _name(value), [*cells, *defaults, *self._attributes(path, value)]
 
@@ -347,7 +352,7 @@ LOOKS: list[tuple[Any, Any]] = [
     (torch.distributed.ProcessGroup, _Walk._group),
     (torch.distributed.Work, _Walk._handle),
     (io.IOBase, _Walk._file),
-    (BaseProxy, _Walk._kind_alone),
+    ((BaseProxy, *weakref.ProxyTypes), _Walk._kind_alone),
     (BaseProcess, _Walk._thread),
 ]
 """How each kind of object is looked at, the first that fits. Others are their attributes."""
@@ -397,10 +402,10 @@ def _digest_of(tensor):
 
 
 # ------------------------------------------------------------------------------------------ more roots
-def of_modules(prefix):
+def of_modules(names):
     """Return what modules, their classes and functions hold besides their code: a root for each module."""
     found = {}
-    for name in sorted(name for name in sys.modules if name.startswith(prefix)):
+    for name in sorted(name for name in names if name in sys.modules):
         held = {}
         for key, value in list(vars(sys.modules[name]).items()):
             while MARK in getattr(value, "__dict__", ()):  # a patch's: what it stands for

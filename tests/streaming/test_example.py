@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from rigs.command import heed_ctrl_c
-from rigs.needs import needs_megatron
 from rigs.variables import folder_in
+from rigs.where import needs_megatron
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "streaming_rl.py"
 

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch.errors import MisuseError
 from megapatch.reach.ray import assert_consistent

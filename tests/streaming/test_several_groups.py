@@ -88,6 +88,25 @@ async def test_advantages_are_computed_once_though_the_step_is_repeated():
     assert not pump._steps.computed
 
 
+async def test_advantages_of_a_group_that_is_trained_on_no_more_are_forgotten():
+    """It is evicted once its weights are too old; the buffer does not say so."""
+    world = World({"before microbatch": "raise"})
+    await world.put("a", version=0)
+
+    async def advantages(data):  # a plain function would run in a thread, on real time
+        return data
+
+    pump = world.pump(max_staleness=1, compute_advantages=advantages)
+    assert await raised(pump.step())
+    (group,) = pump._steps.computed
+    world.buffer.clear([group])
+    for version, kept in enumerate([1, 0]):
+        assert (pump.version, len(pump._steps.computed)) == (version, 1)
+        await world.put(f"b{version}", version=version)
+        await pump.step()
+        assert len(pump._steps.computed) == kept
+
+
 @pytest.mark.parametrize("returned", [["one"], None, "ab"])
 async def test_a_trainer_that_returns_something_else_for_its_list(returned):
     world = World()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from rigs.megatron.save import minor
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch.testing import run_ranks
 from megapatch.testing._tiny_gpt import _work_without_transformer_engine as work_without_transformer_engine
@@ -83,7 +83,21 @@ def test_the_first_ten_minutes_without_a_gpu(tmp_path):
     assert_learns(losses)
     assert trained.stderr.count(" applies patches; ") == 1
     assert trained.stderr.count(" patches applied; alike on 2 ranks\n") == 1
+    assert lacking(trained.stderr, "on_cpu.py", 2) == []
     compared, audited = run("megapatch", "doctor", "report"), run("megapatch", "audit", "report")
     assert (compared.returncode, audited.returncode) == (0, 0)
-    assert "\nall ranks are alike, and every patch that they need is in place\n" in compared.stdout
-    assert audited.stdout.startswith("nothing found in 8 optimizer steps on ranks 0-1\n")
+    assert lacking(compared.stdout + audited.stdout, "megapatch audit report") == []
+    if minor() >= 17:  # older ones raise other errors
+        assert lacking(run("megapatch", "doctor").stdout, "megapatch doctor") == []
+
+
+def lacking(output, command, lines=None):
+    """Return the lines that the page shows after a command and its output lacks; numbers do not count."""
+    block = (DOCS / "first-ten-minutes.md").read_text().partition(f"{command}\n```")[2].partition("```text\n")[2]
+    shown = [masked(line) for line in block.partition("```")[0].splitlines()[:lines] if line != "..."]
+    assert shown
+    return [line for line in shown if line not in masked(output)]
+
+
+def masked(text):
+    return re.sub(r"\b([0-9a-f]{16}|\d[\w.+]*)", "#", " ".join(text.split()))

@@ -9,7 +9,7 @@ import textwrap
 import threading
 
 import pytest
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch.errors import MisuseError
 from megapatch.testing import run_ranks

@@ -18,7 +18,7 @@ from rigs.cells import once, run_cells
 from rigs.megatron.options import GRADS, Interrupted
 from rigs.step_state import GLOBAL, MODELS, PLACES, SCALED, has_global_loss, held, interrupted, new_model
 from rigs.train_step.models import MEAN, in_pieces, infinite_forward_step
-from rigs.turns import chosen, with_nightly
+from rigs.where import chosen, with_nightly
 
 from megapatch._mcore.logged_losses import logged_losses
 from megapatch._mcore.step_state import running_timers

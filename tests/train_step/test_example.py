@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accumulate_rollouts.py"
 

@@ -14,7 +14,7 @@ from rigs.cells import once, run_cells
 from rigs.megatron.options import BOTH, GRADS, UNPATCHED
 from rigs.train_step.layouts import CASES, NO_ATTENTION, NOT_KNOWN_HERE, PER_TOKEN, TOKENS, in_layouts, model_of
 from rigs.train_step.models import allow_sequence_parallel, in_pieces
-from rigs.turns import chosen, with_nightly
+from rigs.where import chosen, with_nightly
 
 from megapatch.train_step import TrainStep
 
@@ -53,6 +53,7 @@ WITH_EACH = {
 }
 
 OF_EACH = ("uneven", "three, the last known")
+QUICK = {"dp2, tokens, overlap", "dp2, distributed optimizer, both", "dp2, fp16", "pp2, tokens"}
 
 
 def cuts_of(layout):
@@ -67,7 +68,9 @@ def with_cuts(cases):
     thorough = [
         pytest.param(*one.values, marks=(*one.marks, pytest.mark.thorough)) for one in with_nightly(others)
     ]
-    return [*with_each, *thorough]
+    quick = [(name, "uneven") for name in QUICK & cases.keys()]
+    marked = [pytest.param(*one, marks=pytest.mark.quick if one in quick else ()) for one in with_each]
+    return [*marked, *thorough]
 
 
 class Counted(NamedTuple):

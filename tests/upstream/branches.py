@@ -20,8 +20,8 @@ import sys
 import tempfile
 
 from verdicts.process import CouldNotLook, verdicts_on
+from verdicts.table import KNOWN
 
-KNOWN = ("needed", "fixed", "absent", "unsupported")
 HISTORY = 1024
 """How many commits of a branch are looked through for the first that is refused."""
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import megapatch
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 from megapatch.testing import install_cuda_stubs
 
 from .releases import project_of

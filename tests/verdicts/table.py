@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from megapatch.patch import Patch
+from megapatch.patch import Patch, Status, VerdictKind
 
 from .releases import PACKAGES, Release, project_of
 
@@ -28,6 +28,9 @@ class Cell(NamedTuple):
     verdict: str
     reason: str
 
+
+KNOWN = [kind.value for kind in VerdictKind if not kind.status.needs_attention]
+_NEEDS_IT = {kind.value for kind in VerdictKind if kind.status is Status.APPLIED}
 
 NOT_LOOKED_AT = Cell("not looked at", "")
 """Of a checkout that was not there when `tox -e verdicts` ran. A site without any row is new."""
@@ -80,12 +83,11 @@ def problems(text: str, patches: Iterable[Patch], releases: list[Release], tox_i
         found += [f"{where}: no verdict on {name}" for name in names if name not in cells]
         found += [f"{where}: {name} is not in releases.txt" for name in cells.keys() - names]
         for name, cell in cells.items():
-            known = cell.verdict in ("needed", "fixed", "absent", "unsupported")
-            if not known and (cell != NOT_LOOKED_AT or names.get(name)):
+            if cell.verdict not in KNOWN and (cell != NOT_LOOKED_AT or names.get(name)):
                 found.append(f"{where} says {cell.verdict} of {name}: {cell.reason}")
     for patch in patches:
         said = {cell.verdict for key, cells in verdicts.items() if key[0] == patch.name for cell in cells.values()}
-        if said and not said & {"needed", NOT_LOOKED_AT.verdict}:
+        if said and not said & {*_NEEDS_IT, NOT_LOOKED_AT.verdict}:
             found.append(f"{patch.name} has expired: no release needs it")
         if patch.upstream is not None and not re.fullmatch(
             r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull|discussions|commit)/\w+", patch.upstream

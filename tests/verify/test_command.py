@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from rigs.command import heed_ctrl_c, run
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch._verify import command
 from megapatch._verify.checks import CHECKS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from megapatch._verify.check import Check
 from megapatch._verify.in_ranks import PatchStatus, ScenarioResult
 from megapatch._verify.results import Results
 from megapatch.errors import RanksFailed, RanksTimedOut
+from megapatch.patches._catalogue import CATALOGUE
 
 APPLIED = PatchStatus("applied", "the defect is there")
 FIXED = PatchStatus("not-needed", "upstream has repaired it")
@@ -103,8 +106,8 @@ def test_the_largest_difference_of_any_rank_counts_and_the_audit_watches_where_i
         ("refused", True, results.NOT_IN_PLACE),
         ("overwritten", False, results.NOT_IN_PLACE),
         ("missed", False, results.NOT_IN_PLACE),
-        ("disabled", True, results.DISABLED),
-        ("unsupported", True, results.UNSUPPORTED),
+        ("disabled", True, "disabled"),
+        ("unsupported", True, "unsupported"),
         ("pending", True, results.CANNOT),
         ("applied", False, results.NO_CHECK),
         ("not-needed", False, results.NOT_NEEDED),
@@ -126,7 +129,7 @@ def shown(*rows, **fields):
 
 def test_the_table():
     repaired = row_of(DEFECT, WELL)[0]
-    off = results.Row("megatron.b", results.DISABLED, text="switched off by MEGAPATCH_DISABLE=megatron.b")
+    off = results.Row("megatron.b", "disabled", text="switched off by MEGAPATCH_DISABLE=megatron.b")
     here = [results.Row(f"roll.{name}", results.NOT_HERE) for name in ("grad-scale", "overflow-is-skipped")]
     here.append(results.Row("skyrl.grad-scale", results.NOT_HERE))
     found = shown(repaired, off, *here, step=0.0042, cost=(30e-6, 4e-6))
@@ -138,6 +141,40 @@ def test_the_table():
     assert "not here, as it is not installed: roll.*, skyrl.grad-scale\n" in text
     assert "all well: 1 defect was seen without megapatch and repaired with it; switched off: megatron.b" in text
     assert found.exit_code == 0
+
+
+def test_the_page_shows_what_is_printed():
+    """As `megapatch verify megatron.nested-no-sync train-step` in the first ten minutes."""
+    rows = [
+        results.Row(name, outcome, seen, repaired=True, difference=0.0)
+        for name, outcome, seen in (
+            ("megatron.nested-no-sync", results.REPAIRED, True),
+            ("train-step", results.RIGHT, None),
+        )
+    ]
+    printed = shown(*rows, step=0.0117, cost=(0.0, 8946e-6)).text(100)
+    page = (Path(__file__).parents[2] / "docs/first-ten-minutes.md").read_text()
+    assert f"```text\n{printed.partition(chr(10) * 2)[2]}\n```" in page
+
+
+def test_verifys_own_page_shows_what_is_printed():
+    """But for the widths of columns: the page leaves lines out."""
+    page = (Path(__file__).parents[2] / "docs/verify.md").read_text()
+    block = page.partition("## A run")[2].partition("```text\n")[2].partition("```")[0]
+    cells = [re.split(" {2,}", line) for line in block.splitlines() if line.count("  ") >= 4]
+    texts = dict(re.findall(r"^(\S+): (?:not needed|cannot run): (.*)$", block, re.MULTILINE))
+    seen, well, numbers = {"yes": True}, {"well": True}, {"equal": 0.0}
+    rows = [
+        results.Row(name, outcome, seen.get(met), well.get(how), numbers.get(differ), text=texts.get(name, ""))
+        for name, outcome, met, how, differ in cells[1:]
+    ]
+    away = [family for family in CATALOGUE if family != "megatron"]
+    rows += [results.Row(name, results.NOT_HERE) for family in away for name in CATALOGUE[family]]
+    printed = shown(*rows, step=0.0308, cost=(0.0, 9861e-6)).text(100)
+    printed = printed.partition("\n\n")[2].partition("all well")[0]
+    assert [line.split() for line in printed.splitlines()] == [
+        line.split() for line in block.partition("\n\n")[2].partition("all well")[0].splitlines() if line != "..."
+    ]
 
 
 def test_what_is_wrong_is_in_the_table_in_the_last_line_and_in_the_exit_code():

@@ -7,9 +7,9 @@ import json
 
 import pytest
 from rigs.command import run
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 from megapatch._verify.check import CannotRunHere, DefectSeen
 from megapatch._verify.checks import weight_sync
 from megapatch._verify.checks._syncs import LONG

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ..._engine import advice
 from ..._engine.engine import this_process
-from ..._engine.record import NEEDS_ATTENTION
 from ..._reporting import terminal
 from ..._reporting.check import compare_files
 from ..._reporting.report import Report
@@ -115,9 +114,7 @@ def _note_problems(found: Examination) -> None:
     for problem in found.problems:
         terminal.note(problem)
     bad = [
-        patch.patch
-        for patch in found.report.patches
-        if any(site.status in NEEDS_ATTENTION for site in patch.sites)
+        patch.patch for patch in found.report.patches if any(site.status.needs_attention for site in patch.sites)
     ]
     for patch in bad:
         terminal.note(f"{patch.name}: {advice.at_risk(patch)}")

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from ... import _api
 from ..._engine import entry_points
 from ..._engine.engine import this_process
-from ..._engine.record import NEEDS_ATTENTION
 from ..._engine.settings import DISABLE, ONLY, REPORT, VARIABLES, Settings, unknown_variables
-from ..._finding import find_module
+from ..._python.finding import find_module
 from ..._reporting import files, terminal
 from ..._reporting.report import Report, SiteReport
 from ..._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL
@@ -88,7 +87,7 @@ def examine(importing: bool) -> Examination:
     bad = [
         f"not in place: {name} at {site.module} is {site.status.value}: {site.reason}"
         for name, site in sites
-        if site.status in NEEDS_ATTENTION
+        if site.status.needs_attention
     ]
     if not _is_there(_to_patch()):
         problems.append(
@@ -211,8 +210,9 @@ def _third_parties() -> list[Distribution]:
 def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str, str, str]]:
     """Return each known variable that is set: name, value, and effect here."""
     settings = Settings.from_environment(environment)
-    off = [patch.patch for patch in report.patches if settings.switched_off(patch.patch.name)]
-    on = [patch.patch for patch in report.patches if not settings.why_disabled(patch.patch.name)]
+    patches = [patch.patch for patch in report.patches]
+    off = [patch for patch in patches if settings.switched_off(patch.name, patch.changes_numbers)]
+    on = [patch for patch in patches if not settings.why_disabled(patch.name, patch.changes_numbers)]
     effects = VARIABLES | {
         DISABLE: f"keeps off {report.names(off) or 'nothing'}",
         ONLY: f"keeps off everything but {report.names(on) or 'nothing'}",

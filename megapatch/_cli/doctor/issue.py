@@ -23,8 +23,8 @@ from .examination import Examination
 
 _OURS = {*CATALOGUE, "audit"}
 """Families whose reasons are megapatch's own words."""
-_NAME = re.compile(r"[\w.:*?!+\[\]-]{1,200}( \((source|\d+)\))?", re.ASCII)
-"""A dotted name, a target, a version (of a source), or a glob (with the number that it stands for)."""
+_NAME = re.compile(r"@?[\w.:*?!+\[\]-]{1,200}( \((source|\d+)\))?", re.ASCII)
+"""A dotted name, a target, a version (of a source), a selection, or a glob (with the number of its patches)."""
 _EXCEPTION = re.compile(
     r"(cannot be imported: \w+|\b\w+(?:Error|Exception|Exit|Interrupt|Iteration|Warning)\b):? ?(.*)", re.DOTALL
 )

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...errors import MisuseError
+from ...patch import unpatched
 from ..check import DP, Check, DefectSeen, Layout, expect, same, the_defect
 from ._steps import BOTH, OVERLAP, SHARDED, fast_network, sequence, step_in_calls
 
@@ -97,33 +98,38 @@ def microbatch_without_tokens(layout: Layout = DP) -> float:
 
 
 def auxiliary_loss_of_two_context_parallel_ranks(layout: Layout = DP) -> None:
-    """Differentiate a router's loss as one of two context-parallel ranks, which needs one rank only."""
+    """Differentiate a router's losses as one of two context-parallel ranks, which needs one rank only."""
     from importlib import import_module
     from unittest import mock
 
     import torch
 
-    from ...patches.megatron._schedules import one_microbatch
+    from ...patches.megatron._schedules import ROUTER, one_microbatch, weight_per_token
 
     schedules = import_module("megatron.core.pipeline_parallel.schedules")
     routers = import_module("megatron.core.transformer.moe.moe_utils")
     parallel = import_module("megatron.core.parallel_state")
     layout.set_up()
-    loss = torch.ones(1, requires_grad=True)
-    output = routers.MoEAuxLossAutoScaler.apply(torch.zeros(1, requires_grad=True), loss)
-    routers.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([one_microbatch(schedules, 1, cp_size=2).scale]))
-    config = SimpleNamespace(
-        timers=None,
-        grad_scale_func=None,
-        deallocate_pipeline_outputs=None,
-        num_moe_experts=2,
-        calculate_per_token_loss=False,
-    )
-    before_0_16 = ["a model type"] if "model_type" in inspect.signature(schedules.backward_step).parameters else []
-    with mock.patch.object(parallel, "get_context_parallel_world_size", return_value=2):
-        schedules.backward_step([None], [output], [None], *before_0_16, config)
-    assert loss.grad is not None
-    expect(loss.grad.item() == 2.0, f"a router's loss has the weight {loss.grad.item()} instead of 2")
+    attached = weight_per_token(unpatched(import_module(ROUTER).TopKRouter.apply_z_loss), torch)
+    for per_token in (False, True):
+        loss = torch.ones(1, requires_grad=True)
+        output = routers.MoEAuxLossAutoScaler.apply(
+            torch.zeros(1, requires_grad=True), loss * attached if per_token else loss
+        )
+        scale = 1.0 if per_token else one_microbatch(schedules, 1, cp_size=2).scale
+        routers.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]))
+        config = SimpleNamespace(
+            timers=None,
+            grad_scale_func=None,
+            deallocate_pipeline_outputs=None,
+            num_moe_experts=2,
+            calculate_per_token_loss=per_token,
+        )
+        before_0_16 = ["a model"] if "model_type" in inspect.signature(schedules.backward_step).parameters else []
+        with mock.patch.object(parallel, "get_context_parallel_world_size", return_value=2):
+            schedules.backward_step([None], [output], [None], *before_0_16, config)
+        assert loss.grad is not None
+        expect(loss.grad.item() == 2.0, f"a router's loss has the weight {loss.grad.item()} instead of 2")
 
 
 def read_after_a_step(layout: Layout = DP) -> float:

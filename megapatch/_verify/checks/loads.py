@@ -174,7 +174,7 @@ def start_from_recovery(layout: Layout = DP) -> None:
 
 def newer_recovery(layout: Layout = DP) -> None:
     """Ask for step 2 where a checkpoint for recovery is of step 4."""
-    from ..._dotted import temporarily_set
+    from ..._python.dotted import temporarily_set
 
     for checkpointing, _, settings in _loaders():
         settings.ckpt_step, settings.non_persistent_ckpt_type = 2, "global"
@@ -193,7 +193,7 @@ def newer_recovery(layout: Layout = DP) -> None:
 
 def _loaders() -> Iterator[tuple[Any, Callable[[Any], None], Any]]:
     """Yield Bridge's and Megatron's module, a function that begins a load, and settings of a load."""
-    from ..._dotted import temporarily_set
+    from ..._python.dotted import temporarily_set
 
     for name in (BRIDGE, MEGATRON):
         checkpointing = _imported(name)

@@ -7,7 +7,7 @@ import weakref
 from importlib import import_module
 from typing import Any
 
-from ..._finding import find_module
+from ..._python.finding import find_module
 from ..check import DP, Check, Layout, expect, same, the_defect
 
 REFIT = "megatron.core.resharding.refit"

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..._finding import find_module
+from ..._python.finding import find_module
 from ..._versions import version_of
 from ..check import DP, CannotRunHere, Check, Layout, expect
 from . import _syncs
@@ -85,6 +85,8 @@ def assert_syncs(found: dict[str, Any]) -> None:
 
 def _found(package: str, folder: Path) -> dict[str, Any]:
     """Run the engine's process, which may write nothing outside of this folder, and download nothing."""
+    from ...testing._server import SAFE_PATH  # here there is torch
+
     environment = {name: text for name, text in os.environ.items() if not name.startswith(LAUNCHERS)}
     environment |= dict.fromkeys(("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"), "1")
     caches = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_CACHE_DIR", "SGLANG_CACHE_DIR")
@@ -92,8 +94,13 @@ def _found(package: str, folder: Path) -> dict[str, Any]:
     output = folder / "output"
     with output.open("w") as file:
         ended = subprocess.run(
-            [sys.executable, "-c", f"from {_syncs.__name__} import main; main({str(folder)!r}, '{package}')"],
-            env=environment,
+            [
+                sys.executable,
+                "-c",
+                "import sys; sys.path = [*filter(None, sys.path)]; "  # without the working directory
+                f"from {_syncs.__name__} import main; main({str(folder)!r}, '{package}')",
+            ],
+            env=environment | SAFE_PATH,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
+from ..._python.dotted import temporarily_set
 from ...patch import Patch, Site, Verdict
 from .._diagnosis import missing_attributes, missing_names
 from .._loss_scale import HOOK, diagnose_loss_scale

@@ -18,11 +18,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
+from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_parameters, missing_reads, reads_in_order, resolve
-from .aux_loss_scale import ENGINE, MODULE
 
+MODULE = "areal.engine.megatron_engine"
+ENGINE = "MegatronEngine"
 RUN = "forward_backward_batch"
 
 

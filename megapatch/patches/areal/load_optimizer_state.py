@@ -25,7 +25,7 @@ from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
+from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import (
     StandIn,

@@ -22,10 +22,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
 from ..._pausing.blocking import attempt_and_block
 from ..._pausing.generation import log_failed_sync
 from ..._pausing.waiting import tell_besides
+from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import in_finally, lacking, missing_attributes, missing_names, reads_in_order, resolve
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..._dotted import temporarily_set
 from ..._mcore import bucket_groups
 from ..._mcore.known import OPTIMIZER, arguments_of, is_a, is_model
 from ..._mcore.param_gathers import has_stepped
@@ -23,6 +22,7 @@ from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ..._mcore.rerun_machine import MODULE as RERUN
 from ..._mcore.side_table import SideTable
 from ..._mcore.step_state import StepState, running_timers
+from ..._python.dotted import temporarily_set
 from ...errors import MegapatchError
 from ...patch import unpatched
 from .._diagnosis import missing_attributes, missing_names
@@ -112,6 +112,16 @@ def timed_call(timers: Any) -> Iterator[None]:
     That one runs when train() returns, and pretrain() stops it before it saves the last checkpoint: it stays as
     the call leaves it, until `stop_interval_timer`.
     """
+    try:
+        with timers_stopped(timers):
+            yield
+    finally:
+        _ended.set(timers, time.time())
+
+
+@contextlib.contextmanager
+def timers_stopped(timers: Any) -> Iterator[None]:
+    """Stop, after an exception, the timers that were started here, but for the interval timer."""
     before = running_timers(timers)
     try:
         yield
@@ -119,8 +129,6 @@ def timed_call(timers: Any) -> Iterator[None]:
         for name in running_timers(timers) - before - {INTERVAL_TIMER}:
             timers._timers[name].stop()
         raise
-    finally:
-        _ended.set(timers, time.time())
 
 
 def stop_interval_timer(timers: Any) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find
 from ..._mcore.known import arguments_of
+from ..._python.dotted import find
 from ...patch import UNKNOWN, Verdict
 from .._diagnosis import Idle, StandIn, cannot_run, gone, with_globals
 

@@ -1,4 +1,4 @@
-"""The factors by which Megatron's schedules multiply a microbatch's loss, seen without running a schedule."""
+"""The factors by which Megatron multiplies a microbatch's losses, seen without running a schedule or a model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import builtins
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from .._diagnosis import StandIn, real_imports_but, with_globals
+from .._diagnosis import StandIn, real_imports_but, torch_stand_in, with_globals
 
 PACKAGE = "megatron.core.pipeline_parallel"
 MODULE = f"{PACKAGE}.schedules"
+ROUTER = "megatron.core.transformer.moe.router"
 
 
 class OneMicrobatch(NamedTuple):
@@ -62,3 +63,32 @@ def one_microbatch(schedules: ModuleType, num_tokens: int, cp_size: int) -> OneM
         )
     (scale,) = scales
     return OneMicrobatch(loss.item(), scale.item())
+
+
+def weight_per_token(apply_z_loss: Any, torch: ModuleType) -> float:
+    """Return by how much a router multiplies its z-loss with calculate_per_token_loss, for each of its tokens.
+
+    The real function runs as one of two ranks that share the tokens of a sequence.
+    """
+    attached: list[float] = []
+
+    def attach(logits: Any, loss: float) -> Any:
+        attached.append(loss)
+        return logits
+
+    stand_ins = {
+        "torch": torch_stand_in(is_grad_enabled=lambda: True),
+        "z_loss_func": lambda *args, **kwargs: 1.0,
+        "save_to_aux_losses_tracker": lambda *args, **kwargs: None,
+        "parallel_state": SimpleNamespace(get_tensor_and_context_parallel_world_size=lambda: 2),
+        "MoEAuxLossAutoScaler": SimpleNamespace(apply=attach),
+    }
+    router = StandIn(
+        config=StandIn(moe_z_loss_coeff=1.0, num_layers=1),
+        training=True,
+        calculate_per_token_loss=True,
+        tp_cp_group=StandIn(size=lambda: 2),
+    )
+    with_globals(apply_z_loss, **stand_ins)(router, torch.zeros(4, 2))
+    (loss,) = attached
+    return loss / 4

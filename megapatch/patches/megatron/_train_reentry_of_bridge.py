@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find
 from ..._mcore.bucket_groups import DDP
 from ..._mcore.known import OPTIMIZER, TIMERS, arguments_of, is_a, is_model
 from ..._mcore.rerun_machine import rewind_interrupted_step
+from ..._python.dotted import find
 from ...errors import MegapatchError
 from ...patch import NEEDED, Verdict
 from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters

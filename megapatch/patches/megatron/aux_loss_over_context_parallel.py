@@ -1,46 +1,71 @@
 """MoE's auxiliary losses have the same weight with context parallel as without.
 
 Symptom   with context parallel, the gradients of the load balancing losses and of the z-loss are too small by the
-          context parallel size, silently: moe_aux_loss_coeff acts like a half of it with two ranks.
+          context parallel size, silently: moe_aux_loss_coeff acts like a half of it with two ranks. With
+          calculate_per_token_loss they are too small by the tensor parallel size, too.
 Upstream  NVIDIA/Megatron-LM#2237; in 0.12 to 0.15, repaired in 0.16. Each rank differentiates its own part of
           these losses, and DistributedDataParallel then divides by all data and context parallel ranks.
-Seam      schedules.backward_step: while the original runs, the scale of these losses is that of 0.16. The scale
-          that the schedule has set before stays as it is.
-Limits    with calculate_per_token_loss nothing is changed, as in 0.16. The size is that of parallel_state, not of
-          process groups that are passed on. With overlap_moe_expert_parallel_comm (0.14, 0.15) the schedules
-          do not run this.
-Numbers   change with context parallel and MoE: a coefficient that was tuned with a larger value is to be lowered.
-Cost      nothing without MoE or context parallel; else a multiplication of one element for each microbatch.
+          With calculate_per_token_loss NVIDIA/Megatron-LM#5047; in 0.12 to 0.18, repaired in 0.19: a router counts
+          its own tokens, and what divides by them counts those of all ranks that share a sequence.
+Seam      schedules.backward_step: while the original runs, the scale of these losses is that of 0.16, or of 0.19.
+          The scale that the schedule has set before stays as it is.
+Limits    the sizes are those of parallel_state, not of process groups that are passed on.
+          With overlap_moe_expert_parallel_comm (0.14 on) the schedules do not run this.
+          With calculate_per_token_loss seq_aux_loss is divided by the micro batch size in 0.16 to 0.18
+          (NVIDIA/Megatron-LM#5798, repaired in 0.19): multiply its coefficient by it.
+          global_aux_loss takes the tokens of earlier microbatches for those of the last one
+          (NVIDIA/Megatron-LM#7197, open; 0.15 on).
+Numbers   change with MoE and context parallel, or tensor parallel and calculate_per_token_loss: a coefficient that
+          was tuned with a larger value is to be lowered.
+Cost      nothing without MoE or these layouts; else a multiplication of one element for each microbatch.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
+from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
-from ._schedules import MODULE, PACKAGE, one_microbatch
+from .._diagnosis import (
+    cannot_run,
+    lacking,
+    missing_attributes,
+    missing_names,
+    missing_parameters,
+    most_urgent,
+    resolve,
+)
+from ._schedules import MODULE, PACKAGE, ROUTER, one_microbatch, weight_per_token
 
 ROUTERS = "megatron.core.transformer.moe.moe_utils"
 PARALLEL = "megatron.core.parallel_state"
+SIZES = ("get_context_parallel_world_size", "get_tensor_model_parallel_world_size")
 SCALE = "main_loss_backward_scale"
 
 
 def diagnose(package: ModuleType) -> Verdict:
-    """Let the real code set the scale of these losses for two context parallel ranks."""
-    missing = [
+    """Say what most needs attention of both ways to divide."""
+    if missing := [
         *missing_attributes(f"{MODULE}:", "torch"),
         *missing_parameters(f"{MODULE}:backward_step", "input_tensor", "output_tensor", "config"),
+        *missing_names(f"{MODULE}:backward_step", "backward"),
         *missing_names(f"{ROUTERS}:MoEAuxLossAutoScaler.backward", SCALE),
-        *missing_attributes(f"{PARALLEL}:", "get_context_parallel_world_size"),
-    ]
-    if missing:
+        *missing_names(f"{ROUTERS}:MoEAuxLossAutoScaler.set_loss_scale", SCALE),
+        *missing_attributes(f"{PARALLEL}:", *SIZES),
+        *missing_attributes(f"{ROUTER}:TopKRouter", "apply_z_loss"),
+    ]:
         return lacking(missing)
+    return most_urgent(diagnose_microbatches(package), diagnose_tokens(package))
+
+
+def diagnose_microbatches(package: ModuleType) -> Verdict:
+    """Let the real code set the scale of these losses for two context parallel ranks."""
     try:
         one, two = (one_microbatch(package.schedules, num_tokens=1, cp_size=size).scale for size in (1, 2))
     except Exception as error:
@@ -51,38 +76,42 @@ def diagnose(package: ModuleType) -> Verdict:
         return Verdict(
             UNKNOWN, f"expected auxiliary losses scaled by 1, or by the context parallel size; by {two}"
         )
-    if missing := [
-        *missing_parameters(f"{MODULE}:backward_step", "model_type"),  # gone in 0.16
-        *missing_names(f"{MODULE}:backward_step", "backward"),
-        *missing_names(f"{ROUTERS}:MoEAuxLossAutoScaler.set_loss_scale", SCALE),
-    ]:
-        return lacking(missing)
     return Verdict(NEEDED, "auxiliary losses are too small by the context parallel size")
 
 
-def scale_by_context_parallel(backward_step: Callable[..., Any]) -> Callable[..., Any]:
-    routers, parallel = sys.modules[ROUTERS], sys.modules[PARALLEL]
+def diagnose_tokens(package: ModuleType) -> Verdict:
+    """Let the real router attach its z-loss for one of two ranks."""
+    try:
+        weight = weight_per_token(resolve(f"{ROUTER}:TopKRouter.apply_z_loss"), package.schedules.torch)
+    except Exception as error:
+        return cannot_run("apply_z_loss()", error)
+    if weight == 2:
+        return Verdict(FIXED, "auxiliary losses per token are scaled by the ranks that share a sequence")
+    if weight != 1:
+        return Verdict(UNKNOWN, f"expected auxiliary losses per token scaled by 1 or 2; by {weight}")
+    return Verdict(NEEDED, "auxiliary losses per token are too small by the ranks that share a sequence")
+
+
+def scale_by_ranks(backward_step: Callable[..., Any]) -> Callable[..., Any]:
+    routers, parallel, package = sys.modules[ROUTERS], sys.modules[PARALLEL], sys.modules[PACKAGE]
+    place = list(inspect.signature(backward_step).parameters).index("config")
+    sizes = {
+        False: SIZES[:1] if diagnose_microbatches(package).kind is NEEDED else (),
+        True: SIZES if diagnose_tokens(package).kind is NEEDED else (),
+    }
 
     @functools.wraps(backward_step)
-    def patched_backward_step(
-        input_tensor: Any,
-        output_tensor: Any,
-        output_tensor_grad: Any,
-        model_type: Any,
-        config: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        values = (input_tensor, output_tensor, output_tensor_grad, model_type, config)
-        has_experts = isinstance(getattr(config, "num_moe_experts", None), int)
-        if not has_experts or getattr(config, "calculate_per_token_loss", False):
-            return backward_step(*values, *args, **kwargs)
-        size = parallel.get_context_parallel_world_size()
+    def patched_backward_step(*args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config", args[place] if len(args) > place else None)
         scale = routers.MoEAuxLossAutoScaler.main_loss_backward_scale
-        if size == 1 or scale is None:
-            return backward_step(*values, *args, **kwargs)
+        if not isinstance(getattr(config, "num_moe_experts", None), int) or scale is None:
+            return backward_step(*args, **kwargs)
+        per_token = bool(getattr(config, "calculate_per_token_loss", False))
+        size = math.prod(getattr(parallel, name)() for name in sizes[per_token])
+        if size == 1:
+            return backward_step(*args, **kwargs)
         with temporarily_set(routers.MoEAuxLossAutoScaler, **{SCALE: scale * size}):
-            return backward_step(*values, *args, **kwargs)
+            return backward_step(*args, **kwargs)
 
     return patched_backward_step
 
@@ -92,5 +121,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/2237",
     changes_numbers=True,
-    sites=(Site(PACKAGE, diagnose, replace={"schedules.backward_step": scale_by_context_parallel}),),
+    sites=(Site(PACKAGE, diagnose, replace={"schedules.backward_step": scale_by_ranks}),),
 )

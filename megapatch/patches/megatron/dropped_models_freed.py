@@ -10,11 +10,12 @@ Upstream  NVIDIA/Megatron-LM#2774 shows the growth with experts; both in 0.12 to
 Seam      the method that makes these hooks: the closure of each, and of hooks in it, refers weakly to its
           DistributedDataParallel. Everything else stays as it is: cutting the graphs instead would change the
           optimizer's shards, and take gradients from a loss on the probabilities that a dispatcher keeps.
-Limits    the hooks go with their DistributedDataParallel: one that is dropped between a forward and its backward
-          pass adds nothing to main_grad. Models of FSDP have other hooks, and are left as they are.
+Limits    models of FSDP have other hooks, and are left as they are.
           With overlap_param_gather and rotary embeddings, whose tables Megatron caches with their modules, a
           model stays until megatron.groups-destroyed empties that cache, as the next layout is set up, or
           RotaryEmbedding.forward.cache_clear() is called.
+Numbers   change where a DistributedDataParallel is dropped between a forward and its backward pass: its hooks go
+          with it, and add nothing to main_grad.
 Cost      0.1 us a parameter in each backward pass.
 """
 
@@ -83,4 +84,6 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/2774",
     sites=(Site(MODULE, diagnose, replace={f"{DDP}.{MAKE}": refer_weakly}),),
+    changes_numbers=True,
+    leaves=((f"{DDP}.{MAKE}", "the hooks that it makes hold their DistributedDataParallel weakly"),),
 )

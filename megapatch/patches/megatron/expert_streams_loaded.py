@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.side_table import SideTable
-from ..._troubleshooting import see
+from ..._version import see
 from ...patch import NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes, missing_reads
 

@@ -26,9 +26,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find
 from ..._mcore.known import arguments_of
 from ..._mcore.side_table import SideTable
+from ..._python.dotted import find
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from . import _loads
 from ._loads import BRIDGE, FLAG, LOAD, MEGATRON, Call, Read, call_bridge, call_hook, call_megatron

@@ -10,12 +10,13 @@ Upstream  unfixed in 0.16 to 0.19 and on main: NovaSky-AI/SkyRL#2146, Primus#107
           there a second pass fails with "Cannot set grad twice".
 Seam      the schedules, and the bucket groups' finish_grad_sync() and reset(). A step is held back by the switch
           that Megatron has for its first one (is_first_batch): hooks start nothing, finish_grad_sync() starts the
-          reduce. A call is held if config.finalize_model_grads_func is None, or has not been seen to finish a
-          call's gradients within it (one that once did not is never trusted again); if gradients of an earlier
-          call of the step wait to be reduced; and if each microbatch counts and their number differs from that of
-          the step learned from. A bucket group with frozen parameters reduces when it is finished, and learns
-          nothing. All else overlaps as before, also the last call of a step whose others were in no_sync().
-          Correcting the learned counts is not an option: how many passes a step has is known only at its end.
+          reduce. A call's reduces wait for finish_grad_sync() if one of these is so: (a) nobody finishes gradients
+          within it: config.finalize_model_grads_func is None, or was not seen to (one that once did not is never
+          trusted again); (b) gradients of an earlier call of the step wait to be reduced; (c) each microbatch
+          counts, and their number differs from that of the step learned from. A bucket group with frozen
+          parameters reduces when it is finished, and learns nothing. All else overlaps as before, also the last
+          call of a step whose others were in no_sync(). Correcting the learned counts is not an option: how many
+          passes a step has is known only at its end.
 Limits    if you finished gradients in every call and start deferring them mid-run, the reduce has begun before
           anyone can know: the second call of that step raises MegapatchError.
           Finishing more than once a step, and backward passes outside Megatron's schedules, are left to Megatron.
@@ -36,9 +37,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
 from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
 from ..._mcore.side_table import SideTable
+from ..._python.dotted import temporarily_set
 from ...errors import MegapatchError
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters, resolve
@@ -260,4 +261,11 @@ PATCH = Patch(
         ),
     ),
     changes_numbers=True,
+    leaves=tuple(
+        (
+            f"_ParamAndGradBucketGroup.{name}",
+            "Megatron learns from the first step in a pipeline, too, as it is held",
+        )
+        for name in ("is_first_batch", "per_param_grad_ready_counts", "golden_per_param_grad_ready_counts")
+    ),
 )

@@ -35,8 +35,8 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from ..._dotted import find
 from ..._mcore.process_groups import PARALLEL_STATE, Leftovers, Noted, groups_made, process_groups
+from ..._python.dotted import find
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     Idle,
@@ -231,4 +231,9 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/6902",
     sites=(Site(PARALLEL_STATE, diagnose, replace={INITIALIZE: note_groups}),),
+    leaves=(
+        ("process.groups", "those of earlier layouts are gone once the next one is set up"),
+        ("process.files", "so are their sockets"),
+        ("RotaryEmbedding.forward", "its cache is empty then"),
+    ),
 )

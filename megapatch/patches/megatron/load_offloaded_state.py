@@ -14,10 +14,10 @@ Seam      the class attributes HybridDeviceOptimizer._sync_hdo_state_to_sub_opti
           parameters in fp32 among those that it updates, and of DistributedOptimizer
           _set_main_param_and_optimizer_states, whose original gets the state that a format leaves out, and the
           right step, in a tensor of the parameter's own, and sharded_state_dict, which prepares a load by loading
-          the present state, and after which each parameter has its step tensor again. Parameters that share one
-          when a load begins go on sharing it.
+          the present state, and after which each parameter has its step tensor again.
 Limits    in 0.14 and 0.16 torch may refuse to read the classes of optimizers in a checkpoint: pass them to
           torch.serialization.add_safe_globals().
+          An inner optimizer with a step() of its own, other than torch's, keeps the one tensor for all.
           Without Transformer Engine and Apex the optimizers of both devices have one class, and Megatron moves the
           loaded state of both to the CPU: the next step raises where only a part is offloaded.
           CI has parameters that say they are on a GPU; it was tried on a GPU with 0.16.1, half of them offloaded.
@@ -35,9 +35,8 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ..._dotted import temporarily_set
 from ..._mcore.known import arguments_of
-from ..._mcore.side_table import SideTable
+from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,
@@ -58,9 +57,6 @@ LOAD_BUCKETS = ("load_parameter_state_from_dp_reshardable", "load_parameter_stat
 LOADED_STEP = 2.0
 """Of a diagnosis."""
 RELIED_ON = ("param_to_inner_param", "param_to_fp32_param", "param_update_in_fp32")
-
-_share_steps = SideTable()
-"""By distributed optimizer: whether its parameters shared a step count when the last load began."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -183,7 +179,7 @@ def set_all_but_the_step(set_tensors: Callable[..., Any]) -> Callable[..., Any]:
         if "step" in state:
             # load_state_dict() has set the right one, in one tensor for all. Buckets hold the one that was there
             # when loading began, other formats none, which the original takes for an error.
-            if not (is_offloaded or _share_steps.get(self, False)) and hasattr(state["step"], "clone"):
+            if not is_offloaded and hasattr(state["step"], "clone") and _counts_for_each(self.optimizer):
                 state["step"] = state["step"].clone()
             tensors = {**tensors, "step": state["step"]}
         if is_offloaded:  # the original sets all that is in the state
@@ -213,20 +209,23 @@ def give_each_its_step(sharded_state_dict: Callable[..., Any]) -> Callable[..., 
     def patched_sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         if arguments_of(signature, (self, *args), kwargs).get("is_loading") is not True:
             return sharded_state_dict(self, *args, **kwargs)
-        shared = _steps_are_shared(self.optimizer)
-        _share_steps.set(self, shared)
         try:
             return sharded_state_dict(self, *args, **kwargs)
         finally:
-            if not shared:
+            if _counts_for_each(self.optimizer):
                 _give_each_its_step(self.optimizer)
 
     return patched_sharded_state_dict
 
 
-def _steps_are_shared(inner: Any) -> bool:
-    steps = [id(state["step"]) for state in _with_step(inner)]
-    return len(set(steps)) < len(steps)
+def _counts_for_each(inner: Any) -> bool:
+    """Return whether an optimizer is stepped by torch's Adam, which counts up in each parameter's own tensor.
+
+    One with a step() of its own may have one count for all. An offloaded one has Adam's of its own.
+    """
+    optim = sys.modules["torch"].optim  # which wraps step() of each class for its profiler
+    step = inspect.unwrap(getattr(type(inner), "step", _counts_for_each))
+    return hasattr(inner, SYNC) or step in (inspect.unwrap(optim.Adam.step), inspect.unwrap(optim.AdamW.step))
 
 
 def _give_each_its_step(inner: Any) -> None:

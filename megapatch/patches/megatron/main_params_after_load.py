@@ -12,11 +12,11 @@ Upstream  NovaSky-AI/SkyRL#2149 (open); in 0.12 to 0.19. Megatron leaves it to c
           not.
 Seam      dist_checkpointing.load() notes the tensors that it returns. load_state_dict() of MegatronModule and of
           the data-parallel wrappers notes which parameters it has changed, and whether from such tensors.
-          Optimizers look at that before they step. Weights that still differ from the main parameters, rounded,
-          were restored or lent by then, as for quantization-aware training, and a step cannot see which. Two facts
+          Optimizers look at that before they step. If weights differ from the rounded main parameters, they were
+          restored or swapped in for a while (quantization-aware training); the step cannot tell which. Two facts
           together are taken for a restore: the weights come from a checkpoint, and gradients have changed since
-          the load. Then main parameters follow. Otherwise they are left alone, as without megapatch. Either way a
-          WARNING says so, once for each line that loads, and how to say what was meant:
+          the load. Then main parameters follow. Otherwise they are left alone, as without megapatch.
+          Either way one WARNING per calling line says what was assumed, and how to choose:
           optimizer.reload_model_params() restores, `with megapatch.weight_sync.lent_weights():` lends.
           Where nothing differs nothing is said or done: after weights and optimizer were loaded, in any order,
           and after weights were swapped for others and back.
@@ -51,7 +51,6 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find
 from ..._mcore.changes import Changes, count_of
 from ..._mcore.main_params import (
     CHILDREN,
@@ -66,8 +65,9 @@ from ..._mcore.main_params import (
 )
 from ..._mcore.param_gathers import finish_gathers, overlapping_ddps, record_loaded
 from ..._mcore.side_table import SideTable
-from ..._places import user_line
-from ..._troubleshooting import see
+from ..._python.dotted import find
+from ..._python.places import user_line
+from ..._version import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters, missing_reads
 from ._stand_ins import MODULES, load_one, steps_around_a_load

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find, temporarily_set
 from ..._mcore.known import OPTIMIZER, is_a
 from ..._mcore.main_params import children_of
 from ..._mcore.side_table import SideTable
+from ..._python.dotted import find, temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_reads
 from ._param_groups import GROUPS, identity, parts_with_groups

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
-from ..._troubleshooting import see
+from ..._python.dotted import temporarily_set
+from ..._version import see
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import before_release, gone
 from ._param_groups import GROUPS, identity, parts_with_groups

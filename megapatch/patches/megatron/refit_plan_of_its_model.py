@@ -96,4 +96,5 @@ PATCH = Patch(
     upstream=None,
     changes_numbers=True,
     sites=(Site(MODULE, diagnose, replace={KEY: tell_models_apart}),),
+    leaves=(("refit._plan_cache", "its keys say what the models' configurations do"),),
 )

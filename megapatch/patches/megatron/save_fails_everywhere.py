@@ -8,18 +8,18 @@ Symptom   rank 0 writes a checkpoint's metadata alone. Where it cannot (a full d
 Upstream  not reported; in 0.12 to 0.19 and on main, and in nvidia-resiliency-ext 0.4 to 0.7. From 0.14 on, all
           ranks raise when writing has failed, and not when the metadata have.
 Seam      where ranks finalize a save together: save_state_dict_async_finalize(); dist_checkpointing.save() with
-          save_config() and save_integrity_manifest(); AsyncCallsQueue.schedule_async_request(), which makes one
-          function of those that a request is finalized with, and in nvidia-resiliency-ext
-          AsyncRequest.execute_finalize_fns(). What rank 0 does alone keeps its error until the others come to the
-          end of the collectives around it; then the ranks ask each other whether one has failed. A rank that
+          save_config() and save_integrity_manifest(); AsyncCallsQueue.schedule_async_request(), which joins a
+          request's finalize functions into one, and in nvidia-resiliency-ext
+          AsyncRequest.execute_finalize_fns(). An error in rank 0's own work is held back until all ranks have
+          left the surrounding collectives; then the ranks ask each other whether one has failed. A rank that
           failed raises its own error. The others raise MegapatchError, which says which rank failed.
 Limits    an error before the checkpoint is finalized is not shared: in planning, and of rank 0 in writing
           common.pt. Nor is one of rank 0 after dist_checkpointing.save(), where trainers write the file that names
           the latest checkpoint after a synchronous save.
           A persistent worker that dies, as where memory ends, ends no save: its rank waits for it, and the others
           for that rank until their timeout (SkyRL#1960).
-          In a trainer's own finalize function in which the other ranks wait for the one that failed, they wait, as
-          before. KeyboardInterrupt and SystemExit are raised at once, on their rank alone.
+          If a trainer's own finalize function waits for all ranks, the others still wait for the failed one.
+          KeyboardInterrupt and SystemExit are raised at once, on their rank alone.
           The folder of a failed save stays as it is, without metadata.
 Cost      when a save is finalized: two all-reduces of 4 bytes in a synchronous one (three up to 0.14), four in an
           asynchronous one, and one more with hashes of all files. Nothing in a step.
@@ -34,10 +34,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from ..._dotted import temporarily_set
 from ..._mcore.devices import device_of
 from ..._mcore.known import is_a
-from ..._troubleshooting import see
+from ..._python.dotted import temporarily_set
+from ..._version import see
 from ...errors import MegapatchError
 from ...patch import Patch, Site
 from ._diagnoses_of_save_failures import (

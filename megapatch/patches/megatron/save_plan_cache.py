@@ -18,6 +18,7 @@ Limits    a structure that changes with every save is planned at every save, as 
           NVRx's async writer (the default from 0.17 on): its plans and metadata in the strategy are covered, its
           worker process's cache of GPU tensors is not. Nor are fsdp_dtensor and torch_dcp, local non-persistent
           checkpoints, and a distribution read from a file (pg_cache_path, on main).
+Numbers   change in checkpoints of a structure that has changed, to those of a save without the flag.
 Cost      without the flag none. With it, at each save a pass over the leaves and an all-reduce of two bytes, and
           both again with --ckpt-fully-parallel-save: with 10,000 leaves on a rank below 2% of planning.
 """
@@ -29,10 +30,10 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ..._dotted import find
 from ..._mcore.devices import device_of
 from ..._mcore.sharded_leaves import FLAG, NVRX, OBJECT_FIELDS, PLANS, TENSOR_FIELDS, structure
 from ..._mcore.side_table import SideTable
+from ..._python.dotted import find
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import (
     answering_none,
@@ -238,4 +239,5 @@ PATCH = Patch(
             replace={"FullyParallelSaveStrategyWrapper.apply_saving_parallelization": redistribute_when_changed},
         ),
     ),
+    changes_numbers=True,
 )

@@ -14,7 +14,7 @@ Seam      the class attribute load_state_dict(): num_steps is 0 before the origi
           and the rates are put back as they were before the load.
 Limits    a load that fails here leaves weights and optimizer state that were loaded before it.
           A scheduler with a step() of its own is not stepped a second time: its first step after a load has the
-          weight decay that Megatron computes.
+          weight decay that Megatron computes. A wrapper on the class's step() sees one more call, of no steps.
 Numbers   change where the scheduler has stepped before the load, to those of a new scheduler that loads the same.
           The weight decay of the first step after a load changes where the checkpoint's schedule has another one
           than the scheduler had, to that of a run that was not interrupted.

@@ -12,6 +12,8 @@ Seam      the module function that removes checkpoints: it keeps all from the tr
           which makes the functions that finalize the save, the counters are a copy.
 Limits    a checkpoint that is replaced goes with the next save: until then there is one more. All stay while the
           tracker is there and cannot be read. Nothing changes where it is not a file (multi-storage client).
+          After a load of an older step the later non-persistent checkpoints count as newer: the next one may be
+          removed while it is written, and the save raises. Remove the later ones first.
 Cost      a look at the folder and at a small file in each removal, on rank 0.
 """
 
@@ -26,11 +28,19 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from ..._dotted import find
 from ..._mcore.known import arguments_of
+from ..._python.dotted import find
 from ..._ranks import place
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import codes_of, gone, lacking, missing_attributes, missing_parameters, missing_reads
+from .._diagnosis import (
+    codes_of,
+    gone,
+    lacking,
+    missing_attributes,
+    missing_parameters,
+    missing_reads,
+    most_urgent,
+)
 
 BRIDGE = "megatron.bridge.training.checkpointing"
 REMOVE, KEEP = "cleanup_old_non_persistent_checkpoint", "leave_ckpt_num"
@@ -73,8 +83,7 @@ def diagnose_tracker(module: ModuleType) -> Verdict:
 
 def diagnose_bridge(module: ModuleType) -> Verdict:
     """Say what most needs attention of both."""
-    found = diagnose_tracker(module), diagnose(module)
-    return min(found, key=lambda verdict: (UNKNOWN, NEEDED, FIXED).index(verdict.kind))
+    return most_urgent(diagnose_tracker(module), diagnose(module))
 
 
 def keep_the_tracked(remove: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,9 @@ Symptom   a second train() dies on "When overlap_grad_reduce is True, config.no_
           first call has left its own no_sync there), or, in every configuration, on "timer has already been
           started" ('interval-time' is started at entry and never stopped). After an exception the first
           call leaves more behind: config hooks, a rerun state machine that is stuck in the middle of a
-          step, parameters that were stepped but not gathered, running timers. With overlap_param_gather, a
+          step, parameters that were stepped but not gathered, running timers. One in evaluate(), which loops of
+          one's own call, too, leaves the machine switched off, the model in eval() and the timers of evaluation
+          running, so that the next evaluation dies on them. With overlap_param_gather, a
           first call after a step of the caller's own trains on weights that are half one step old, silently.
 Upstream  unfixed in 0.12 to 0.19 and on main; reported for a copy of this function in THUDM/slime#1779.
 Seam      the module function, rebound where others hold it by name. State is corrected around the call: a
@@ -17,8 +19,9 @@ Seam      the module function, rebound where others hold it by name. State is co
           After an exception the config's hooks are as at entry, timers started by the call are stopped, except
           'interval-time', the rerun state machine is as before the interrupted step, in its old mode, and the next
           forward pass gathers all parameters that are not gathered.
-          train_step() is replaced as well: if it raises before the optimizer has stepped, a router's counts and
-          expert bias, losses that wait to be logged, and the fp16 loss scale are as before the step.
+          evaluate() is replaced as well: after an exception the machine, the mode of each module and the timers
+          are as it found them. And train_step(): if it raises before the optimizer has stepped, a router's counts
+          and expert bias, losses that wait to be logged, and the fp16 loss scale are as before the step.
 Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
           The promises for exceptions hold when it was raised on all ranks: if it was raised on one rank only,
           the others wait for it in a collective, as without megapatch. With pipeline parallelism a stage that
@@ -29,6 +32,8 @@ Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
           args.train_iters) between calls; --manual-gc leaves Python's garbage collector off after the call.
           Microbatches that the interrupted step drew are gone.
           An exception in the optimizer that comes once it has begun to change parameters cannot be undone.
+Numbers   change in a first call with overlap_param_gather after steps of the caller's own, to those of gathered
+          weights; and after an exception, to those of a process in which the interrupted step never began.
 Cost      once a call, a look at the config, the timer and the bucket groups. In a step of a dense model 10 us, and
           with a mixture of experts copies of its biases and logged losses, about 0.1 ms on a CPU; no wait for a
           device.
@@ -74,6 +79,7 @@ from ._around_train import (
     rerun_machine_restored,
     stop_interval_timer,
     timed_call,
+    timers_stopped,
     without_own_no_sync,
 )
 
@@ -88,6 +94,7 @@ def diagnose(module: ModuleType) -> Verdict:
     missing = [
         *missing_parameters(train, "model", "config"),
         *missing_parameters(f"{MODULE}:train_step", "model", "optimizer"),
+        *missing_parameters(f"{MODULE}:evaluate", "model"),
         *missing_reads(train, "no_sync_func"),
         *missing_names(train, NO_SYNC_ASSERTION, INTERVAL_TIMER),
         *missing_attributes(f"{MODULE}:", "get_timers", "get_rerun_state_machine"),
@@ -126,6 +133,28 @@ def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     return patched_train
 
 
+def leaving_nothing_of_evaluation(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap evaluate(), which puts the machine, modes and timers back at its end only."""
+    signature = inspect.signature(evaluate)
+    training = sys.modules[evaluate.__module__]
+
+    @functools.wraps(evaluate)
+    def patched_evaluate(*args: Any, **kwargs: Any) -> Any:
+        model = arguments_of(signature, args, kwargs).get("model")
+        if not is_model(model):
+            return evaluate(*args, **kwargs)
+        modes = [(module, module.training) for chunk in model for module in chunk.modules()]
+        try:
+            with timers_stopped(training.get_timers()), rerun_machine_restored(training.get_rerun_state_machine()):
+                return evaluate(*args, **kwargs)
+        except BaseException:
+            for module, mode in modes:
+                module.training = mode
+            raise
+
+    return patched_evaluate
+
+
 def _of_bridge(name: str, found: Any) -> Any:
     """Call a function of the module for Megatron-Bridge, which is loaded only then: few have Bridge."""
     from . import _train_reentry_of_bridge
@@ -138,7 +167,15 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/THUDM/slime/issues/1779",
     sites=(
-        Site(MODULE, diagnose, replace={"train": make_reentrant, "train_step": leaving_nothing_if_dropped}),
+        Site(
+            MODULE,
+            diagnose,
+            replace={
+                "train": make_reentrant,
+                "train_step": leaving_nothing_if_dropped,
+                "evaluate": leaving_nothing_of_evaluation,
+            },
+        ),
         Site(
             "megatron.bridge.training.train",
             functools.partial(_of_bridge, "diagnose"),
@@ -148,4 +185,5 @@ PATCH = Patch(
             },
         ),
     ),
+    changes_numbers=True,
 )

@@ -11,6 +11,7 @@ Limits    with calculate_per_token_loss nothing is changed: Megatron divides by 
           and not at all if that is 0. A loss function that divides by the number of tokens itself, as one that
           returns two values does, has to see to it itself. With overlap_moe_expert_parallel_comm (0.14) the
           schedules do not run this.
+Numbers   change in steps with such a microbatch: with fp16 they are taken, with bf16 they are not NaN.
 Cost      a small kernel for each microbatch, without synchronization.
 """
 
@@ -117,4 +118,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/commit/1aef9f8eff",
     sites=(Site(PACKAGE, diagnose, replace={"schedules.forward_step": count_one_token_at_least}),),
+    changes_numbers=True,
 )

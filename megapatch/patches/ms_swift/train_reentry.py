@@ -14,6 +14,8 @@ Seam      the class attribute setup_model_training(), which train() and the Ray 
 Limits    train() continues until args.train_iters, which counts the steps of all calls: raise it before the next
           one. In releases up to 4.2 train() does all this itself: there the patch is unsupported.
           Under python -O, which removes the assertion, no_sync_func is replaced as without megapatch.
+Numbers   change where a second setup found parameters that were not gathered, to those of a run without
+          overlap_param_gather.
 Cost      once a call.
 """
 
@@ -105,4 +107,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream=None,
     sites=(Site(MODULE, diagnose, replace={f"{TRAINER}.{SETUP}": make_repeatable}),),
+    changes_numbers=True,
 )

@@ -33,15 +33,15 @@ def split_step_of(worker: str, methods: str) -> dict[str, str]:
 
     Args:
         worker: the name of the class.
-        methods: the module of `_nemo_rl_split_step` with the first call, which differs by kind of worker.
+        methods: the module of `_split_step` with the first call, which differs by kind of worker.
     """
     shared = ("train_microbatch", "finish_train_step", "abort_train_step")
     return {**methods_of(worker, methods, "begin_train_step"), **methods_of(worker, "worker", *shared)}
 
 
 def methods_of(cls: str, module: str, *names: str) -> dict[str, str]:
-    """Return functions of a module of `_nemo_rl_split_step`, by their names, for a site to add to a class."""
-    return {f"{cls}.{name}": f"megapatch._nemo_rl_split_step.{module}:{name}" for name in names}
+    """Return functions of a module of `_split_step`, by their names, for a site to add to a class."""
+    return {f"{cls}.{name}": f"megapatch.patches.nemo_rl._split_step.{module}:{name}" for name in names}
 
 
 def is_open(worker: Any) -> bool:

@@ -11,6 +11,7 @@ Seam      the context manager: after an exception the original resumes behind it
           none, and swaps back itself everything that it swapped. The caller still gets the exception.
 Limits    an exception while the reference's weights are being copied in, before the body has begun, is not rolled
           back. If the weights cannot be copied back, that error is raised, with the body's as its context.
+Numbers   change after such an exception, to those of a run without it.
 Cost      none.
 """
 
@@ -116,4 +117,5 @@ PATCH = Patch(
         Site(module, diagnose, replace={f"{actor}Impl.{SWAP}": with_rollback}, rebuild=actors_of(f"{actor}Impl"))
         for module, actor in ACTORS.items()
     ),
+    changes_numbers=True,
 )

@@ -27,7 +27,7 @@ from types import MethodType, ModuleType
 from typing import Any
 
 from ..._pausing.blocking import is_in_loop
-from ..._troubleshooting import see
+from ..._version import see
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import gone, lacking, missing_parameters
 

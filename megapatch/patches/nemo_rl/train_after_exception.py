@@ -35,7 +35,7 @@ from ..._mcore.bucket_groups import chunks_of, forget_interrupted_first_step, se
 from ..._mcore.known import arguments_of, is_model
 from ..._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
 from ..._mcore.step_state import StepState
-from ..._troubleshooting import see
+from ..._version import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
 from ._workers import names_in

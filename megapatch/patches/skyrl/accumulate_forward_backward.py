@@ -27,7 +27,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..._dotted import find, temporarily_set
+from ..._python.dotted import find, temporarily_set
 from ...errors import MisuseError
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import gone, lacking, missing_names, missing_parameters

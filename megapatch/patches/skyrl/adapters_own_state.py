@@ -20,9 +20,9 @@ from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
 from ..._mcore.known import arguments_of
 from ..._mcore.main_params import children_of
+from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import StandIn, cannot_run, lacking, missing_parameters, with_globals
 

@@ -20,14 +20,16 @@ from __future__ import annotations
 
 from ...patch import Patch
 from .._readers import Reader, ReadingSite
-from .pipeline_seed import MODULES, STRATEGY
 
-SAVE = Reader(f"{STRATEGY}.save_checkpoint", "model.actor_module", reads=("sharded_state_dict",))
+SAVE = Reader("MegatronStrategy.save_checkpoint", "model.actor_module", reads=("sharded_state_dict",))
 
 PATCH = Patch(
     name="skyrl.gathered-when-read",
     doc=__doc__,
     upstream=None,
-    sites=tuple(ReadingSite(module, SAVE) for module in MODULES),
+    sites=tuple(
+        ReadingSite(f"{package}.distributed.megatron.megatron_strategy", SAVE)
+        for package in ("skyrl_train", "skyrl.backends.skyrl_train")
+    ),
     changes_numbers=True,
 )

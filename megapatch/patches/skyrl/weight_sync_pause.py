@@ -12,6 +12,7 @@ Limits    after a failed sync generation is resumed, as upstream does, and an ER
           hold a mixture of old and new weights: sync again before using samples.
           If the pause fails, its exception is raised and nothing is synced.
           Requests to /completions and batched generate() that arrive in a pause are refused by these clients.
+Numbers   change in answers to requests that are in flight during a sync.
 Cost      the time of the client's pause. InferenceEngineClient waits for five seconds
           (ABORT_GENERATION_GRACE_PERIOD_SECONDS) in each, even where nothing is in flight.
 """
@@ -23,8 +24,8 @@ from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find
 from ..._pausing.generation import PAUSE, RESUME
+from ..._python.dotted import find
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from ...weight_sync import paused_generation
 from .._diagnosis import gone, in_finally, lacking, missing_names, reads_in_order
@@ -74,4 +75,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
     sites=tuple(Site(module, diagnose, replace={f"{DISPATCH}.{SAVE}": pause_while_syncing}) for module in MODULES),
+    changes_numbers=True,
 )

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
+from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_parameters, reads_in_order
 

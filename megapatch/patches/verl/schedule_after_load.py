@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
+from ..._python.dotted import temporarily_set
 from ...patch import NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_names
 

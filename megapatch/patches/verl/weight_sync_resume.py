@@ -6,7 +6,7 @@ Symptom   CheckpointEngineManager.update_weights() aborts all requests, takes th
 Upstream  not reported; in 0.7.1 to 0.9.1 and on main. 0.6.1 has no such manager.
 Seam      the class attribute, a coroutine behind verl's own @auto_await, which looks at the frame that calls it:
           the replacement is made by that decorator, too. While it runs, the replicas' own methods note their
-          calls. After an exception all calls under way are awaited, and each replica gets back its losses: first
+          calls. After an exception all calls under way are awaited, and each replica gets back what was taken:
           its KV cache (in 0.7.1 it is woken up), then its requests. Nothing that the original has tried to give
           back itself is tried again.
 Limits    after a failed sync replicas may hold a mixture of old and new weights, or differ from each other, and an
@@ -26,9 +26,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find, temporarily_set
 from ..._pausing.generation import resumed_on_failure
 from ..._pausing.waiting import attempt, tell_besides
+from ..._python.dotted import find, temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import gone, in_finally, missing_attributes, reads_in_order
 

@@ -6,12 +6,13 @@ import copy
 
 import torch
 from rigs.megatron.options import ADAM, BOTH
+from rigs.mistakes import other_optimizer
 from rigs.mistakes.checkpoints import plan
 from rigs.mistakes.losses import FP16, losses_times
 from rigs.mistakes.schedules import new_schedule_of, schedule_of
 from rigs.mistakes.weights import BF16, SHARDED, copies_of, log_probabilities, parameters_of, parts_of, put
 
-from .table import Programs, average, backward, gradients_of, other_optimizer, own_backward
+from .table import Programs, average, backward, gradients_of, own_backward
 
 CHUNKS = {"pp": 2, "vpp": 2}
 ON_PURPOSE = Programs()

@@ -6,13 +6,14 @@ import copy
 
 import torch
 from rigs.megatron.options import ADAM, BOTH, linear_schedule
+from rigs.mistakes import other_optimizer
 from rigs.mistakes.losses import FP16
 from rigs.mistakes.schedules import schedule_of
 from rigs.mistakes.weights import BF16, copies_of, moments_of, parts_of, put
 
 from megapatch.testing import init_parallel, tiny_gpt
 
-from .table import Programs, as_megatron_does, backward, gradients_of, groups_of, other_optimizer, seen
+from .table import Programs, as_megatron_does, backward, gradients_of, groups_of, seen
 
 OPTIMIZERS = Programs()
 

@@ -76,14 +76,6 @@ def gradients_of(model):
     return [buffer.grad_data for chunk in model.chunks for buffer in chunk.buffers]
 
 
-def other_optimizer(model, chunks=None, **options):
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    return get_megatron_optimizer(
-        OptimizerConfig(**{"optimizer": "sgd", "lr": 0.1, **options}), chunks or model.chunks
-    )
-
-
 def groups_of(model):
     """Return the parameter groups of torch's optimizers."""
     return model.optimizer.param_groups

@@ -1,4 +1,4 @@
-"""megatron.aux-loss-over-context-parallel: two context parallel ranks, compared with two that have the whole data.
+"""megatron.aux-loss-over-context-parallel: two ranks that share sequences, compared with two that have whole ones.
 
 Attention is left out: on CPU it takes whole sequences.
 """
@@ -10,6 +10,8 @@ import pytest
 from rigs.cells import cells_of
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.save import minor
+from rigs.train_step.layouts import PER_TOKEN, SEQUENCE
+from rigs.train_step.models import allow_sequence_parallel
 
 from megapatch.testing import init_parallel, tiny_gpt
 
@@ -19,12 +21,14 @@ LOSSES = {
     "z_loss": {"moe_z_loss_coeff": COEFFICIENT},
 }
 ROUTER = "router.weight"
+OF_TOKENS = [f"{name}, {size}" for name in LOSSES for size in ("cp", "tp")]
 
 
-def own_gradients(config, dtype, **options):
+def own_gradients(config, dtype, shared=None, **options):
     """The gradients of the routers that are those of MoE's own losses: with a coefficient, less without."""
     found = []
     for used in (config, {}):
+        used = {**used, **(shared or {})}
         model = tiny_gpt(experts=2, attention=False, dtype=dtype, config=used, **options)
         model.zero_grad()
         model.forward_backward(microbatches=same_on_all_ranks(model))
@@ -63,6 +67,19 @@ def job(rank, world_size):
         yield name, functools.partial(ratios, expected[name], config)
     yield "fp16", functools.partial(ratios, expected["aux_loss"], LOSSES["aux_loss"], "fp16")
     yield "scale", held_scale
+    init_parallel()
+    per_token = {name: own_gradients(config, "fp32", **PER_TOKEN) for name, config in LOSSES.items()}
+    init_parallel(cp=2)
+    for name, config in LOSSES.items():
+        yield f"{name}, cp", functools.partial(ratios, per_token[name], config, **PER_TOKEN)
+    init_parallel(tp=2)  # its ranks draw other weights than one
+    allow_sequence_parallel()
+    for name, config in LOSSES.items():
+        expected[name] = own_gradients(config, "fp32", shared=SEQUENCE["config"])
+        yield (
+            f"{name}, tp",
+            functools.partial(ratios, expected[name], config, shared=SEQUENCE["config"], **PER_TOKEN),
+        )
 
 
 def held_scale():
@@ -106,3 +123,18 @@ def test_with_a_loss_scale(patched):
 @pytest.mark.skipif(minor() > 15, reason="repaired in 0.16")
 def test_the_scale_that_the_schedule_has_set_stays(unpatched, patched):
     assert [found["scale"] for found in patched] == [found["scale"] for found in unpatched]
+
+
+@pytest.mark.skipif(minor() > 18, reason="repaired in 0.19")
+@pytest.mark.parametrize("name", OF_TOKENS)
+@pytest.mark.quick
+def test_without_the_patch_two_ranks_halve_losses_per_token(unpatched, name):
+    for found in unpatched:
+        assert_all(found[name], 0.5)
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+@pytest.mark.quick
+def test_losses_per_token_weigh_as_much_on_one_rank_as_on_two(patched, name):
+    for found in patched:
+        assert_all(found[name], 1.0)

@@ -7,7 +7,7 @@ import inspect
 import pytest
 from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch.patch import unpatched
 

@@ -3,8 +3,10 @@
 import importlib
 import warnings
 
-from rigs.needs import needs_megatron
+import pytest
+from rigs.chosen import chosen
 from rigs.renames import another_body, edited, empty
+from rigs.where import needs_megatron
 
 from megapatch.patch import NEEDED, UNKNOWN
 from megapatch.patches import PATCHES
@@ -35,7 +37,7 @@ BODY_DOES_NOT_MATTER = {
 def needed_sites():
     """Return (patch, site, module) of the sites in this Megatron that need their patch."""
     found = []
-    for patch in PATCHES:
+    for patch in chosen(PATCHES):
         for site in patch.sites:
             if patch.family == "megatron" and site.module.startswith(("megatron.core", "megatron.training")):
                 try:
@@ -48,6 +50,7 @@ def needed_sites():
 
 
 @needs_megatron
+@pytest.mark.every_patch("megatron")
 def test_a_target_with_another_body_is_refused():
     warnings.simplefilter("ignore")  # of what is not installed, and of ranks that nothing is known of
     missed = []

@@ -16,8 +16,8 @@ from rigs.megatron.save import minor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
-from megapatch._finding import find_module
-from megapatch._layers import MARK
+from megapatch._python.finding import find_module
+from megapatch._python.layers import MARK
 from megapatch.patches.megatron.fresh_metadata import MEGATRON, NVRX, diagnose
 from megapatch.testing import init_parallel
 

@@ -11,8 +11,8 @@ from rigs.megatron.gathers import OVERLAP, PLAIN, Collectives, export, pair, sta
 from rigs.megatron.options import UNPATCHED, buckets, needs_training
 
 from megapatch import apply, restore
-from megapatch._finding import find_module
 from megapatch._mcore.param_gathers import STEPPED
+from megapatch._python.finding import find_module
 from megapatch.patches._readers import Reader
 from megapatch.testing import init_parallel, megatron_training_available, tiny_gpt
 from megapatch.weight_sync import gathered_parameters

@@ -15,7 +15,7 @@ from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from rigs.megatron.save import ALONE, Saves, has_working_writer, minor
 
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 from megapatch.patches.megatron import own_save_results
 from megapatch.patches.megatron.own_save_results import MEGATRON, NVRX, diagnose
 from megapatch.testing import init_parallel

@@ -17,7 +17,7 @@ from rigs.megatron.gathers import between_ranks
 from rigs.megatron.options import assert_same_parameters, attempt
 from rigs.train_step.layouts import BOTH, GRADS, INSTANCES, SHARDED, TWO_INSTANCES
 from rigs.train_step.models import MEAN, in_pieces
-from rigs.turns import chosen, with_nightly
+from rigs.where import chosen, with_nightly
 
 from megapatch import apply, restore
 from megapatch.testing import init_parallel, tiny_gpt

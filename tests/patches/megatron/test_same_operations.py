@@ -11,7 +11,7 @@ from rigs.cells import run_cells
 from rigs.megatron.options import BOTH, GRADS, UNPATCHED
 from rigs.train_step.layouts import CASES, NOT_KNOWN_HERE, in_layouts, model_of
 from rigs.train_step.models import allow_sequence_parallel
-from rigs.turns import chosen, with_nightly
+from rigs.where import chosen, with_nightly
 
 import megapatch
 from megapatch._verify.operations import Operations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 
 import pytest
 from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
@@ -59,10 +60,13 @@ def test_verdicts(source_case, modules):
 
 
 def left(rank, world_size, folder, cases):
-    """Return which of the checkpoints 1 to 3 are left, without the patch and with it, of each case."""
+    """Return which of the checkpoints 1 to 3 are left, without the patch and with it, of each case.
+
+    Saves that are asynchronous remove in a thread.
+    """
     remove = getattr(importlib.import_module(PATCH.sites[0].module), REMOVE)
 
-    def after(function, tracker, keep):
+    def after(function, tracker, keep, do_async):
         for step in (1, 2, 3):
             (folder / f"iter_{step:07}").mkdir(exist_ok=True)
         file = folder / "latest_checkpointed_iteration.txt"
@@ -73,10 +77,17 @@ def left(rank, world_size, folder, cases):
             file.mkdir()
         elif tracker is not None:
             file.write_text(tracker)
-        function(str(folder), leave_ckpt_num=keep)
+        before = threading.enumerate()
+        function(str(folder), leave_ckpt_num=keep, do_async=do_async)
+        for thread in {*threading.enumerate()}.difference(before):
+            thread.join()
         return sorted(int(found.name[5:]) for found in folder.glob("iter_*"))
 
-    return {case: (after(unpatched(remove), *case), after(remove, *case)) for case in cases}
+    return {
+        (*case, do_async): (after(unpatched(remove), *case, do_async), after(remove, *case, do_async))
+        for case in cases
+        for do_async in (False, True)
+    }
 
 
 @needs_training
@@ -93,4 +104,5 @@ def test_the_tracked_checkpoint_and_newer_ones_stay(tmp_path):
         ("", 1): ([3], [1, 2, 3]),  # as after a full disk: nobody knows which is complete
         ("a folder", 1): ([3], [1, 2, 3]),  # cannot be read
     }
-    assert run_with_megatron(left, 1, tmp_path, list(expected)) == [expected]
+    both = {(*case, do_async): result for case, result in expected.items() for do_async in (False, True)}
+    assert run_with_megatron(left, 1, tmp_path, list(expected)) == [both]

@@ -234,7 +234,9 @@ def test_activation_between_two_calls(reference):
     assert_same([(losses, parameters) for losses, parameters, _, _ in got], reference)
     for _, _, told, rebound in got:
         assert rebound
-        assert told["targets"] == [f"megatron.training.training:{name}" for name in ("train", "train_step")]
+        assert told["targets"] == [
+            f"megatron.training.training:{name}" for name in ("train", "train_step", "evaluate")
+        ]
         assert f"{__name__}:train_by_name" in told["rebound"]
 
 
@@ -385,6 +387,29 @@ def test_an_exception_in_evaluation_leaves_the_rerun_state_machine_in_its_mode(r
     for text, left, *_ in by_rank:
         assert "NoneType" in text
         assert left == {"state": "NOT_RUNNING_YET", "mode": "validate_results", "timer": False}
+    assert_same([found[2:] for found in by_rank], reference, first=1)
+
+
+def interrupted_in_an_evaluation_of_ones_own(rank, world_size):
+    """Return what an evaluate() that raises leaves to a loop of one's own, and the steps after it."""
+    from megatron.training import training
+
+    loop = new_loop(rerun_mode="validate_results", flags=["--eval-iters", "1"])
+    loop.train(1)
+    tower = loop.model.chunks[0].module.decoder.layers[0].eval()  # as a frozen one is
+    training.get_timers()("interval-time").stop()
+    for _ in range(2):  # the second dies on a timer of the first
+        with pytest.raises(ZeroDivisionError):
+            training.evaluate(lambda *_: 1 / 0, iter(()), loop.model.chunks, None, loop.model.config)
+    modes = {module.training for module in tower.modules()}, loop.model.chunks[0].training
+    return state(), modes, loop.train(2), loop.model.parameters()
+
+
+def test_an_exception_in_an_evaluation_of_ones_own_leaves_nothing(reference):
+    by_rank = run_with_megatron(interrupted_in_an_evaluation_of_ones_own, 2)
+    for left, modes, *_ in by_rank:
+        assert left == {"state": "NOT_RUNNING_YET", "mode": "validate_results", "timer": False}
+        assert modes == ({False}, True)
     assert_same([found[2:] for found in by_rank], reference, first=1)
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from rigs.contract import check_family
 from rigs.ms_swift.trainer import GRADS, RELEASES, find_swift, needs_swift, train, trainer_of
 
@@ -28,5 +29,6 @@ def second_setup():
 SCENARIOS = {overflow_is_skipped.PATCH: skipped_step, train_reentry.PATCH: second_setup}
 
 
+@pytest.mark.every_patch("ms_swift")
 def test_the_contract_is_kept(monkeypatch):
     check_family(of_family("ms_swift"), SCENARIOS, find_swift, monkeypatch, SWIFT_RELEASE=RELEASES[-1].folder)

@@ -1,7 +1,7 @@
 """Verdicts on code that is like ms-swift's and yet another."""
 
 from rigs.diagnosed_sources import assert_verdict_of_source, each_source
-from rigs.needs import needs_torch
+from rigs.where import needs_torch
 
 from megapatch.patches.ms_swift import overflow_is_skipped, train_reentry
 

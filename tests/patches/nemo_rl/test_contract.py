@@ -14,7 +14,8 @@ from rigs.nemo_rl.dtensor import SECOND, WORKERS, find_workers
 from rigs.nemo_rl.worker import GPT, SHAPES, batch, nll_loss, worker_for
 from rigs.renames import assert_renames_are_seen
 
-from megapatch import Patch, _finding
+from megapatch import Patch
+from megapatch._python import finding
 from megapatch.patches._catalogue import of_family
 from megapatch.patches.nemo_rl import (
     abort_resets_rerun,
@@ -89,7 +90,7 @@ def logprobs_in_a_step():
 
 def there(module):
     """The module, or None: releases differ, and our imitation has not all."""
-    return importlib.import_module(module) if _finding.find_module(module) else None
+    return importlib.import_module(module) if finding.find_module(module) else None
 
 
 def swap_that_raises():
@@ -185,12 +186,14 @@ OF_MAIN = {forward_pre_hook_after_split.PATCH, abort_resets_rerun.PATCH}
 """The others are held to it on a release's shape, where there is no checkout with all it has."""
 
 
+@pytest.mark.every_patch("nemo_rl")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_renamed_name_is_not_taken_for_a_repair(shape):
     env = {**UNPATCHED, "NEMO_RL_SHAPE": shape}
     assert_renames_are_seen("nemo_rl", at_least=30, setup=find_workers, env=env)
 
 
+@pytest.mark.every_patch("nemo_rl")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_contract_is_kept(shape, monkeypatch):
     monkeypatch.setenv("NEMO_RL_SHAPE", shape)

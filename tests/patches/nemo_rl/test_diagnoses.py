@@ -7,7 +7,6 @@ from types import CodeType, FunctionType, ModuleType
 
 import pytest
 
-import megapatch._nemo_rl_split_step
 import megapatch.patches.nemo_rl
 from megapatch.patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED
 from megapatch.patches.nemo_rl import (
@@ -159,8 +158,8 @@ def codes(function):
 
 
 def functions():
-    packages = (megapatch.patches.nemo_rl, megapatch._nemo_rl_split_step)
-    for info in (info for one in packages for info in pkgutil.walk_packages(one.__path__, f"{one.__name__}.")):
+    package = megapatch.patches.nemo_rl
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         found = importlib.import_module(info.name)
         for value in vars(found).values():
             for function in [value, *vars(value).values()] if isinstance(value, type) else [value]:

@@ -148,6 +148,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.every_patch("skyrl")
 @pytest.mark.parametrize("release", CHOSEN, ids=lambda one: one.name)
 def test_the_contract_is_kept(release, monkeypatch):
     check_family(PATCHES, SCENARIOS, find_skyrl, monkeypatch, SKYRL_RELEASE=release.folder)
@@ -156,6 +157,7 @@ def test_the_contract_is_kept(release, monkeypatch):
 WITH_ADAPTERS = [one for one in RELEASES if one.has("workers/megatron/adapter_store")][-1:]
 
 
+@pytest.mark.every_patch("skyrl")
 @pytest.mark.parametrize("release", WITH_ADAPTERS, ids=lambda one: one.name)
 def test_the_contract_is_kept_where_there_are_adapters(release, monkeypatch):
     monkeypatch.setenv("SKYRL_RELEASE", release.folder)

@@ -4,6 +4,7 @@ import importlib
 import math
 from unittest import mock
 
+import pytest
 import torch
 from rigs.contract import check_family
 from rigs.megatron.gathers import Collectives
@@ -90,5 +91,6 @@ SCENARIOS = {
 }
 
 
+@pytest.mark.every_patch("verl")
 def test_the_contract_is_kept(monkeypatch):
     check_family(of_family("verl"), SCENARIOS, find_verl, monkeypatch, VERL_RELEASE=ENGINES[-1].folder)

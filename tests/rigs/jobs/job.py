@@ -114,8 +114,8 @@ def run(folder, script, flags, *, with_megapatch, ranks=2, env=(), reach=None, p
             left = _end_what_is_left(folder, patience=1 if reach is None else 60)
     notes = [json.loads(note.read_text()) for note in folder.glob("ended-*")]
     assert all((applied is not None) == with_megapatch for applied in notes), notes
-    paths = [*folder.glob("logs/**/*.log"), *([] if reach is None else [folder / "log"])]
-    logs = {"/".join(path.parts[-2:]): path.read_text(errors="replace") for path in paths}
+    files = [*folder.glob("logs/**/*.log"), *([] if reach is None else [folder / "log"])]
+    logs = {"/".join(path.parts[-2:]): path.read_text(errors="replace") for path in files}
     printed = {
         name: [VARYING.sub("", line).strip() for line in PRINTED.findall(text)] for name, text in logs.items()
     }
@@ -130,6 +130,20 @@ def run(folder, script, flags, *, with_megapatch, ranks=2, env=(), reach=None, p
         applied={name for applied in notes for name in applied or ()},
         folder=folder,
     )
+
+
+def run_alone(folder, script, *arguments, env):
+    """Run a script without torchrun, and return what it prints."""
+    command = [sys.executable, str(script), *arguments]
+    with (folder / "printed").open("w") as printed, (folder / "log").open("w") as log:
+        output = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": log}
+        try:
+            subprocess.run(
+                command, cwd=folder, env=_environment(folder, env), check=True, timeout=3 * TIMEOUT, **output
+            )
+        finally:
+            _end_what_is_left(folder)
+    return (folder / "printed").read_text()
 
 
 def assert_alike(plain, patched):

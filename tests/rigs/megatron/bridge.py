@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed
 
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 from megapatch.testing import TinyGPT, init_parallel, run_ranks, tiny_gpt
 from megapatch.testing._data import forward_step
 from rigs.megatron.options import BOTH, Interrupted

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 from rigs.megatron.gathers import unwrapped
 from rigs.stand_ins import BRIDGE, Anything, BarePackages, StandIns
 

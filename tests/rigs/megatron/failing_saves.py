@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 from megapatch.patches.megatron.save_fails_everywhere import Failure
 from rigs.megatron.options import Log, attempt, quick_writer
 from rigs.megatron.save import BASE, Saves, minor, strategies

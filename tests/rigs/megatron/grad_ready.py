@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 from megapatch.testing import tiny_gpt
 from rigs.megatron.options import GRADS, assert_same_parameters
 

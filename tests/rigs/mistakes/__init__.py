@@ -1,7 +1,7 @@
 """Mistakes of trainers, on a tiny model and the real Megatron without patches, and what the audit finds of each.
 
 Each is a function `mistake(model, step)` that makes one step of a trainer that has it, below a row for each
-variant. The tests hold the table to what is found; `docs/audit.md` shows it.
+variant. The tests hold the table to what is found; `docs/audit-tests.md` shows it.
 """
 
 from __future__ import annotations
@@ -52,6 +52,14 @@ def unfinished(model):
     finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, None
     yield
     model.config.finalize_model_grads_func = finalize
+
+
+def other_optimizer(model, chunks=None, **options):
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    return get_megatron_optimizer(
+        OptimizerConfig(**{"optimizer": "sgd", "lr": 0.1, **options}), chunks or model.chunks
+    )
 
 
 class Table:

@@ -9,7 +9,7 @@ import torch
 from megapatch.testing import tiny_gpt
 from rigs.megatron.grad_ready import BUFFER
 from rigs.megatron.options import BOTH, GRADS, Interrupted, raising_half_way
-from rigs.mistakes import Table, unfinished
+from rigs.mistakes import Table, other_optimizer, unfinished
 from rigs.mistakes.weights import SHARDED
 
 LEARNS = "golden_per_param_grad_ready_counts" in BUFFER.read_text()  # from 0.16 on
@@ -133,10 +133,7 @@ TABLE.row("zeroed through .data", {"gradients-kept": 1})(changed_by(lambda grads
 @TABLE.row("one chunk of two has no optimizer", {"every-chunk-steps": 1}, layout={"pp": 2, "vpp": 2})
 def one_chunk_of_two(model, step):
     """The optimizer of the second chunk is forgotten."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    config = OptimizerConfig(optimizer="sgd", lr=0.1)
-    model.firsts = getattr(model, "firsts", None) or get_megatron_optimizer(config, model.chunks[:1])
+    model.firsts = getattr(model, "firsts", None) or other_optimizer(model, model.chunks[:1])
     model.zero_grad()
     model.forward_backward(step)
     model.firsts.step()
@@ -162,6 +159,14 @@ def experts_averaged_otherwise(model, step):
     for buffer in model.chunks[0].expert_parallel_buffers:
         for bucket in buffer.buckets:
             bucket.gradient_scaling_factor = 1.0
+    model.train_step(step)
+
+
+@TABLE.row("a head replaced after it was wrapped", {"gradients-arrive": 0})
+def head_replaced(model, step):
+    if step == 0:
+        gpt = model.chunks[0].module
+        gpt.output_layer.weight = torch.nn.Parameter(gpt.output_layer.weight.detach().clone())
     model.train_step(step)
 
 

@@ -25,6 +25,17 @@ def tokens_of_the_last_call(model, step):
     model.optimizer.step()
 
 
+@TABLE.row("calculate_per_token_loss is set after the model was wrapped", {"tokens-counted": 0})
+def by_tokens_too_late(model, step):
+    model.config.calculate_per_token_loss = True
+    model.train_step(step)
+
+
+@TABLE.row("a loss function that returns no tokens", {"tokens-counted": 1}, per_token_loss=True)
+def no_tokens_returned(model, step):
+    model.train_step(step, two_tuple=True)
+
+
 @TABLE.row("divided by a constant", {}, why="some losses, as that of Dr. GRPO, mean it", per_token_loss=True)
 def divided_by_a_constant(model, step):
     """Dr. GRPO: the length of a response is no part of the divisor."""

@@ -11,7 +11,8 @@ from megapatch.testing import _data
 from rigs.megatron.options import BOTH, GRADS
 from rigs.mistakes import Table
 from rigs.mistakes.gradients import LEARNS
-from rigs.mistakes.weights import log_probabilities
+from rigs.mistakes.schedules import schedule_of
+from rigs.mistakes.weights import FP32, log_probabilities
 
 MODES, RANKS, HOOKS = map(Table, ("modes", "ranks", "hooks"))
 DROPOUT = {"config": {"hidden_dropout": 0.1}}
@@ -42,6 +43,22 @@ def layers_in_evaluation_mode(model, step):
 def log_probabilities_with_dropout(model, step):
     log_probabilities(model, step)
     model.train_step(step)
+
+
+@MODES.row("each rollout sets the same seed", {"seeded-once": 1}, **DROPOUT)
+def seeded_again(model, step):
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1)
+    model.train_step(step)
+
+
+@RANKS.row("a schedule advances on one rank only", {"ranks-agree": 2}, **FP32)
+def schedule_of_one_rank(model, step):
+    schedule = schedule_of(model)
+    model.train_step(step)
+    if torch.distributed.get_rank() == 0:
+        schedule.step(1)
 
 
 @RANKS.row("a rank has more microbatches", {"calls-alike": 1})

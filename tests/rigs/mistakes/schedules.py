@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rigs.megatron.options import linear_schedule
-from rigs.mistakes import Table
+from rigs.mistakes import Table, other_optimizer
 from rigs.mistakes.losses import FP16, losses_times
 
 SCHEDULE = Table("the schedule")
@@ -36,6 +36,15 @@ def schedule_moves_twice(model, step):
     schedule = schedule_of(model)
     model.train_step(step)
     schedule.step(1)
+    schedule.step(1)
+
+
+@SCHEDULE.row("is that of an earlier optimizer", {"schedule-once": 2})
+def schedule_of_an_earlier_optimizer(model, step):
+    """The optimizer is made again, and the schedule is not."""
+    schedule = schedule_of(model)
+    model.optimizer = other_optimizer(model) if step == 0 else model.optimizer
+    model.train_step(step)
     schedule.step(1)
 
 

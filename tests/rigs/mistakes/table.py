@@ -1,4 +1,4 @@
-"""All mistakes of trainers, by name; `python -m rigs.mistakes.table` prints what docs/audit.md has of them."""
+"""All mistakes of trainers, by name; `python -m rigs.mistakes.table` prints the table of docs/audit-tests.md."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ LATER = (
     "layers frozen after they were wrapped",
     "weights are loaded on one rank only",
     "weights are loaded on one rank of tensor parallelism",
+    "a schedule advances on one rank only",
     "a rank has more microbatches",
     "ranks read the same data",
     "forward passes without the gather",

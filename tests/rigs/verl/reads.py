@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from megapatch import apply, restore
-from megapatch._dotted import temporarily_set
+from megapatch._python.dotted import temporarily_set
 from rigs.megatron.exporters import installed
 from rigs.megatron.gathers import Collectives, whole, wrong
 from rigs.verl.engine import BOTH, ENGINE, GRADS, STEPS, batch_of, engine_of, loss, train

@@ -74,7 +74,7 @@ class FirstTarget(object):
             return
         self.bringing.add(get_ident())
         try:
-            import megapatch  # noqa: F401
+            __import__("megapatch")
         except Exception as error:
             errors = sys.modules.get("megapatch.errors")
             if errors is not None and isinstance(error, errors.StrictError):

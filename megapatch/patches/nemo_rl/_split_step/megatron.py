@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from ..errors import MisuseError
-from ..patches.nemo_rl._workers import WORKER
-from ..patches.nemo_rl.forward_pre_hook_after_split import put_hooks_back
-from ..train_step import TrainStep
+from ....errors import MisuseError
+from ....train_step import TrainStep
+from .._workers import WORKER
+from ..forward_pre_hook_after_split import put_hooks_back
 from .worker import SplitStep, begin, by_tokens, normalized, sum_over_ranks, valid_counts
 
 

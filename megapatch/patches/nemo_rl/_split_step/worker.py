@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import MisuseError
-from ..patches.nemo_rl._workers import STATE, is_open
-from ..train_step import NLL, POLICY_GRADIENT, normalize_metrics
+from ....errors import MisuseError
+from ....train_step import NLL, POLICY_GRADIENT, normalize_metrics
+from .._workers import STATE, is_open
 
 OUT_OF_BOUNDS = "is_oob_ratio"
 """A metric that releases do not report for a split step: in v0.6.0 it is one minus a mean, in v0.7.0 a mean."""

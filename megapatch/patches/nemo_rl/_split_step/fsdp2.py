@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import MisuseError
+from ....errors import MisuseError
 
 
 class Backward:

@@ -12,7 +12,7 @@ import dataclasses
 import sys
 from typing import Any
 
-from ..patches.nemo_rl._workers import TQ_MODULE, TWINS
+from .._workers import TQ_MODULE, TWINS
 
 DATA = "data_parallel"
 

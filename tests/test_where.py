@@ -1,23 +1,42 @@
-"""Tests are skipped without torch and without Megatron, and fail where one of them is required."""
+"""Which tests run where: without torch and Megatron, where one is required, in CI, and in tox -e quick."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from rigs.needs import HOW_TO_GET, MEGATRON, TORCH, missing, reason_to_skip, uses_torch
+from rigs.where import (
+    EACH,
+    HOW_TO_GET,
+    MEGATRON,
+    NEWEST,
+    OLDER,
+    ON_THE_READMES,
+    OTHER_PYTHONS,
+    QUICK_BY_TURNS,
+    QUICK_WITH_EACH,
+    README,
+    SHARES,
+    TESTS,
+    TORCH,
+    missing,
+    reason_to_skip,
+    runs_in_ci,
+    runs_without_megatron,
+    uses_torch,
+)
 
-HERE = Path(__file__).parent
+from megapatch.patches import PATCHES
+
 NO_MEGATRON = {MEGATRON: HOW_TO_GET[MEGATRON]}
 
 # A plugin for pytest: as if these were not installed.
 HIDE = """
-from megapatch import _finding
-found = _finding.find_module
-_finding.find_module = lambda name: None if name.partition(".")[0] in {hidden} else found(name)
+from megapatch._python import finding
+found = finding.find_module
+finding.find_module = lambda name: None if name.partition(".")[0] in {hidden} else found(name)
 """
 
 
@@ -39,8 +58,8 @@ _finding.find_module = lambda name: None if name.partition(".")[0] in {hidden} e
     ],
 )
 def test_a_module_is_skipped_for_what_it_and_its_rigs_import(file, without_megatron, without_either):
-    assert reason_to_skip(HERE / file, NO_MEGATRON) == HOW_TO_GET.get(without_megatron)
-    assert reason_to_skip(HERE / file, HOW_TO_GET) == HOW_TO_GET.get(without_either)
+    assert reason_to_skip(TESTS / file, NO_MEGATRON) == HOW_TO_GET.get(without_megatron)
+    assert reason_to_skip(TESTS / file, HOW_TO_GET) == HOW_TO_GET.get(without_either)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +74,7 @@ def test_a_module_is_skipped_for_what_it_and_its_rigs_import(file, without_megat
 )
 def test_which_modules_are_run_without_torch(file, uses):
     """`--torch` divides the tests by it: where torch is imported the engine's take several times as long."""
-    assert uses_torch(HERE / file) == uses
+    assert uses_torch(TESTS / file) == uses
 
 
 def test_a_megatron_that_cannot_be_imported_is_not_missing(fake_megatron, monkeypatch):
@@ -69,7 +88,7 @@ def collect(folder, hidden, *files, **environment):
     options = ["-c", "../tox.ini", "-p", "hide", "-p", "no:cacheprovider", "-rs", "--collect-only", "-q"]
     shown = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],
-        cwd=HERE,
+        cwd=TESTS,
         env={**os.environ, "PYTHONPATH": path, "MEGATRON_REQUIRED": "", "COLUMNS": "500", **environment},
         capture_output=True,
         text=True,
@@ -89,3 +108,41 @@ def test_where_megatron_is_required_its_lack_is_an_error(tmp_path):
     status, said = collect(tmp_path, ["megatron"], "test_settings.py", MEGATRON_REQUIRED="1")
     assert status == pytest.ExitCode.USAGE_ERROR
     assert "MEGATRON_REQUIRED is set" in said and HOW_TO_GET[MEGATRON] in said
+
+
+def test_each_of_megatrons_patches_has_quick_tests():
+    named = {patch.name.partition(".")[2].replace("-", "_") for patch in PATCHES if patch.family == "megatron"}
+    files = TESTS.glob("patches/megatron/test_*.py")
+    assert named <= {
+        file.stem.removeprefix("test_") for file in files if "\n@pytest.mark.quick\ndef test_" in file.read_text()
+    }
+
+
+def test_each_line_of_the_shares_is_of_some_module():
+    modules = [file.relative_to(TESTS).as_posix() for file in TESTS.glob("**/test_*.py")]
+    assert [line for line in SHARES if not any(module.startswith(line) for module in modules)] == []
+
+
+def test_each_module_that_needs_megatron_runs_with_the_newest_and_one_other():
+    files = [*TESTS.glob("patches/**/test_*.py"), *TESTS.glob("train_step/test_*.py")]
+    pythons = {minor: README if minor in OLDER else (3, 12) for minor in EACH}
+    for file in files:
+        module = file.relative_to(TESTS).as_posix()
+        share = {minor for minor in EACH if runs_in_ci(module, f"{minor}.2", pythons[minor], quick=False)}
+        if not runs_without_megatron(file):
+            assert NEWEST in share
+            assert len(share) == (1 if module.startswith(tuple(SHARES)) else 2) or share == {*EACH}
+            quick = {minor for minor in EACH if runs_in_ci(module, f"{minor}.2", pythons[minor])}
+            assert quick == share or (len(quick) == 2 and module.startswith(QUICK_BY_TURNS)) or quick == {*EACH}
+    assert all(runs_in_ci(QUICK_WITH_EACH, f"{minor}.2") for minor in EACH)
+
+
+def test_a_module_of_the_engine_runs_with_the_readmes_python_and_with_one_other():
+    modules = [file.name for file in TESTS.glob("test_*.py") if SHARES.get(file.name) != EACH]
+    for module in modules:
+        assert runs_in_ci(module, "", README)
+        assert sum(runs_in_ci(module, "", python) for python in OTHER_PYTHONS) == 1
+        if runs_without_megatron(TESTS / module):
+            assert not any(runs_in_ci(module, f"{minor}.2") for minor in EACH)
+    tox = (TESTS.parent / "tox.ini").read_text()
+    assert all(f" {line.removesuffix('/')}" in tox for line, share in SHARES.items() if share == ON_THE_READMES)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._dotted import temporarily_set
-from ..errors import MisuseError
-from ..patches.nemo_rl._workers import STATE
+from ...._python.dotted import temporarily_set
+from ....errors import MisuseError
+from .._workers import STATE
 from .fsdp2 import FSDP2Step
 from .worker import SplitStep, begin, is_reported, normalized, sum_over_ranks, valid_counts
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-_OURS = str(Path(__file__).resolve().parent) + os.sep
+_OURS = str(Path(__file__).resolve().parent.parent) + os.sep
 _TORCH = f"{os.sep}torch{os.sep}"
 _MEGATRON, _CORE = f"{os.sep}megatron{os.sep}", f"{os.sep}core{os.sep}"
 _FRAMES = 6
