@@ -192,9 +192,9 @@ def test_ordinary_text_stays(text):
 def test_long_text_takes_no_long_time(text):
     import time
 
-    started = time.monotonic()
+    started = time.process_time()  # whatever else the machine does
     _printable.clean(text)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_a_secret_is_hidden_before_it_is_cut_in_two():
