@@ -1,11 +1,9 @@
 """NeMo-RL's grpo_train() with its Policy, its cluster and two of its Megatron workers, in a local Ray.
 
-nemo_rl_grpo.py [--with-megapatch]. Rollouts, the engine's side of a refit and the logger are ours. JOB_FAIL=N has
-the loss raise in each worker's N-th call; the driver then begins again with the step that failed. It prints the
+nemo_rl_grpo.py [--with-megapatch]. Rollouts, the engine's side of a refit and the logger are ours. It prints the
 metrics of each step.
 """
 
-import os
 import random
 import sys
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ from nemo_rl.algorithms.loss import loss_functions
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy import lm_policy
-from rigs.jobs.faults import Failing
 from rigs.jobs.local_ray import local_ray
 from rigs.jobs.nemo_rl import LENGTH, VOCABULARY
 
@@ -185,7 +182,7 @@ def main():
     )
     policy = lm_policy.Policy(cluster, POLICY, Tokenizer(), init_reference_model=True)
     of_loss = loss_functions.ClippedPGLossConfig(**LOSS)
-    loss = Failing(loss_functions.ClippedPGLossFn(of_loss), int(os.environ.get("JOB_FAIL", 0)))
+    loss = loss_functions.ClippedPGLossFn(of_loss)
     settings = SimpleNamespace(
         policy=POLICY,
         grpo=GRPO,
@@ -198,28 +195,22 @@ def main():
         on_policy_distillation=None,
         data_plane=None,
     )
-    for _ in range(2):
-        skip = generation.step = log.done
-        state = {"current_step": skip, "total_steps": skip, "current_epoch": 0, "consumed_samples": 0}
-        state["total_valid_tokens"] = 0
-        try:
-            grpo.grpo_train(
-                policy,
-                generation,
-                Prompts(skip),
-                None,
-                Tokenizer(),
-                loss,
-                {},
-                {},
-                log,
-                SimpleNamespace(),
-                state,
-                settings,
-            )
-            break
-        except Exception as error:
-            print("JOB raised", str(error).strip().splitlines()[-1], flush=True)
+    state = {"current_step": 0, "total_steps": 0, "current_epoch": 0, "consumed_samples": 0}
+    state["total_valid_tokens"] = 0
+    grpo.grpo_train(
+        policy,
+        generation,
+        Prompts(0),
+        None,
+        Tokenizer(),
+        loss,
+        {},
+        {},
+        log,
+        SimpleNamespace(),
+        state,
+        settings,
+    )
     policy.shutdown()
 
 

@@ -23,7 +23,6 @@ OF_NEMO_RL = (
     "hydra",
     "mlflow",
     "nemo_automodel",
-    "nvidia_resiliency_ext",
     "prometheus_client",
     "pylatexenc",
     "pynvml",
