@@ -158,7 +158,7 @@ def test_the_audit_waits_for_nothing_between_two_comparisons(found):
 
 
 def test_a_comparison_of_the_audit_is_one_all_reduce_a_group_and_four_reads(found):
-    assert found["audit, compared"] == {"allreduce_ (2, 2, 3)": 1, "read (2, 2, 3)": 1, "read ()": 3}
+    assert found["audit, compared"] == {"allreduce_ (2, 3, 3)": 1, "read (2, 3, 3)": 1, "read ()": 3}
 
 
 def test_the_trainer_of_ray_actors_has_nothing_to_do_with_a_device():

@@ -95,6 +95,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_parameters(train, "model", "config"),
         *missing_parameters(f"{MODULE}:train_step", "model", "optimizer"),
         *missing_parameters(f"{MODULE}:evaluate", "model"),
+        *missing_names(f"{MODULE}:evaluate", "get_rerun_state_machine", "set_mode", "eval"),
         *missing_reads(train, "no_sync_func"),
         *missing_names(train, NO_SYNC_ASSERTION, INTERVAL_TIMER),
         *missing_attributes(f"{MODULE}:", "get_timers", "get_rerun_state_machine"),
