@@ -342,7 +342,8 @@ def _write_fitted(text: str, indent: int, columns: int | None) -> None:
 def _named_patches(names: Sequence[str]) -> list[PatchInfo] | None:
     """Return the named patches; of those that are off, or cannot be loaded, the known facts.
 
-    Say it where a name stands for none, and return None."""
+    Say it where a name stands for none, and return None.
+    """
     this_process().load_all()
     try:
         chosen = this_process().roster.matching_names(*names)
