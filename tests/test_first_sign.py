@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from rigs.command import run
@@ -29,6 +31,14 @@ def signs(*statements, **environment):
     shown = run("-c", "\n".join(statements), **environment)
     assert shown.returncode == 0, shown.stderr
     return [line for line in shown.stderr.splitlines() if line.startswith("megapatch ")]
+
+
+def test_the_page_shows_both_lines():
+    page = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
+    shown = page.partition("```text\nmegapatch ")[2].partition("\n```")[0].replace("\nmegapatch ", "\n")
+    assert [re.sub(r"^\S+", _version.__version__, line) for line in shown.splitlines()] == [
+        line.removeprefix("megapatch ") for line in (APPLIED, NONE)
+    ]
 
 
 @needs_megatron

@@ -14,7 +14,8 @@ from pages import ADDRESS, COMMAND, DOCS, GENERATED, OF_THE_SITE, ROOT, api, wit
 
 import megapatch
 from megapatch._version import REPOSITORY
-from megapatch.audit import RULES
+from megapatch.audit import Finding
+from megapatch.audit._findings import Repair
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
 SOURCES = sorted((Path(megapatch.__file__).parent / "_cli").rglob("*.py"))
@@ -35,9 +36,13 @@ def test_every_address_of_the_project_is_the_one_setting():
     assert ADDRESS.sub("-", f"https://git.example/a/b{NAME}/issues, {REPOSITORY}#x") == "-/issues, -#x"
 
 
-def test_the_finding_on_the_audits_page_has_its_rules_words():
-    shown = re.search(r"```text\naudit: ([\w-]+) \((.*?)```", (DOCS / "audit.md").read_text(), re.DOTALL)
-    assert RULES[shown[1]].means in " ".join(shown[2].split())
+def test_the_finding_on_the_audits_page_is_what_is_printed():
+    (shown,) = re.findall(r"```text\n(audit: .*?)\n```", (DOCS / "audit.md").read_text(), re.DOTALL)
+    shown = " ".join(shown.split())
+    what = re.search(r"on rank 0\): (.*?)\. ", shown)[1]
+    where = re.search(r"At (.*?)\. ", shown)[1]
+    repairs = tuple(Repair(*found) for found in re.findall(r"([\w.-]+) \((switched off by .*?)\)", shown))
+    assert shown == f"audit: {Finding('scaled-once', '', what, 0, 1, (where,), repairs=repairs)}"
 
 
 def test_the_api_page_has_every_public_module():

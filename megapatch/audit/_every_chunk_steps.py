@@ -1,8 +1,8 @@
 """every-chunk-steps: all chunks of a model are stepped.
 
-Watches   calls and steps, as the other parts show them: as a call that trains begins, all of its chunks that the
-          call before has trained were stepped since, or none; and none of them was never stepped, and had
-          its gradients dropped, while an optimizer has stepped zeros.
+Watches   calls and steps. When a training call begins, the chunks that the last call trained have all been
+          stepped, or none has. A chunk that was never stepped, and lost its gradients, is reported once an
+          optimizer has stepped zeros.
 Limits    a model that is trained and never stepped is not reported while no optimizer steps.
 Cost      about a microsecond a chunk and call.
 """

@@ -5,13 +5,13 @@ Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (5
           A rank that missed a gather, a broadcast or a reduce trains another model, whose gradients are averaged
           with the others' all the same. model_parallel_cuda_manual_seed(), in all releases, shows seeds: pipeline
           stages with the same one drop the same elements, and so does a model for which one is set again.
-Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
-          store in each step that compares. A difference is found within as many steps as lie between two hashes,
-          and named one step later. Of Transformer Engine's fp8 weights the bytes are compared, not the scales of
-          blocks; GTP's, by the ranks that have the same part. Values that swapped places may pass one comparison;
-          the next sums bytes in columns of another width. Nothing is compared while a CUDA graph is captured, nor
-          as the process ends: a rank that ends early would be waited for. If some ranks freed a model whose
-          optimizer still steps and others did not, the others wait once, then stop comparing.
+Limits    compares only if every rank is audited and reaches the step; ranks agree on that through the store first.
+          A difference is found within as many steps as lie between two hashes, and named one step later. Of
+          Transformer Engine's fp8 weights the bytes are compared, not the scales of blocks; GTP's, by the ranks
+          that have the same part. Values that swapped places may pass one comparison; the next sums bytes in
+          columns of another width. Nothing is compared while a CUDA graph is captured, nor as the process ends: a
+          rank that ends early would be waited for. If some ranks freed a model whose optimizer still steps and
+          others did not, the others wait once, then stop comparing.
 Cost      reads the parameters once in that step, after one meeting of all ranks in the store, whose server does
           two operations a rank; copies at most 128 KiB at a time, and makes no sync between hashes. With `raise`
           the meeting, two all-reduces of 8 bytes and a sync are in every step.

@@ -7,12 +7,14 @@ import os
 import stat
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from rigs.command import run
 
 from megapatch._cli.audit import page, read
 from megapatch._cli.main import main
+from megapatch.audit import RULES
 from megapatch.audit._summary import summarize
 from megapatch.audit._words import texts
 
@@ -101,6 +103,48 @@ def test_notes_are_no_findings():
     summary = summarize([report(0, notes=[found("schedule-once")])])
     assert summary.findings == [] and len(summary.found) == 1
     assert "if that is meant: MEGAPATCH_AUDIT_ACCEPT=schedule-once" in text(summary)
+
+
+def test_the_page_shows_what_is_printed():
+    """But for the parts that it leaves out, and the width."""
+    page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
+    block = page.partition("$ megapatch audit FOLDER\n")[2].partition("```")[0]
+    weights = (
+        "module.embedding.word_embeddings.weight and 51 more are not what the optimizer's main parameters say, "
+    )
+    cause = RULES["main-params-agree"].causes[0]
+    note = found(
+        "main-params-agree",
+        f"{weights}which overwrite the model's",
+        means=RULES["main-params-agree"].means,
+        step=9,
+        last_step=16,
+        count=3,
+        where=["trainer.py:43 in train"],
+        before=["load at trainer.py:41 in train"],
+        causes=[{"cause": cause.cause, "check": cause.check}],
+        patches=[],
+    )
+    events = {"load": saves(14, 15)["save"], **saves(6, 12, 18, 30)}
+    events["exception"] = saves(3)["save"]
+    events["exception"]["first"][0]["what"] = "Interrupted"
+    settings = {"every": 1, "raises": False, "accepted": []}
+    ranks = [
+        report(
+            rank,
+            2,
+            [found(what="one"), found("resumed")],
+            [note | {"step": 10 - rank}, found("schedule-once")],
+            events,
+            steps=30,
+            digest="6d0a2ad9ef79f92a",
+            settings=settings,
+        )
+        for rank in range(2)
+    ]
+    printed = " ".join(text(summarize(ranks)).split())
+    parts = [" ".join(part.split()) for part in block.split("...\n")]
+    assert [part for part in parts if part not in printed] == []
 
 
 # ------------------------------------------------------------------------ the command

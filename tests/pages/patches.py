@@ -9,10 +9,10 @@ from .limits import FAMILIES
 
 INTRODUCTION = """# The patches
 
-Each repairs one upstream defect, and is applied where the code that was loaded has it. `megapatch explain NAME`
-prints symptom, upstream report, seam, limits and cost; `megapatch doctor` shows what became of each in your
-environment. Patches marked "changes numbers" may change the numbers of a run that did not crash before. See also
-[Limits](limits.md), and which release needs which: [Verdicts](verdicts.csv)."""
+Each repairs one upstream defect, and is applied where the loaded code has it. `megapatch explain NAME` prints
+symptom, upstream report, seam, limits and cost. `megapatch doctor` shows what became of each in your
+environment. Patches marked "changes numbers" may change the numbers of a run that did not crash before.
+[Limits](limits.md) says what each does not do, and [Verdicts](verdicts.csv) which release needs which."""
 
 
 def page() -> str:

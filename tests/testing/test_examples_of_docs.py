@@ -57,10 +57,9 @@ def assert_learns(losses):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_the_pages_show_that_loss():
-    pages = [(DOCS / name).read_text() for name in ("megatron.md", "first-ten-minutes.md")]
-    shown = [float(re.search(r"^step 0: loss (\S+),", page, re.MULTILINE)[1]) for page in pages]
-    assert shown == pytest.approx([math.log(64)] * 2, abs=0.1)
+def test_the_page_shows_that_loss():
+    shown = re.search(r"^step 0: loss (\S+),", (DOCS / "first-ten-minutes.md").read_text(), re.MULTILINE)[1]
+    assert float(shown) == pytest.approx(math.log(64), abs=0.1)
 
 
 @pytest.mark.skipif(minor() == 12, reason="takes Transformer Engine for the distributed optimizer")
