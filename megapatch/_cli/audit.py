@@ -12,8 +12,7 @@ from .._ranks import numbered
 from .._reporting import files, terminal
 from .._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL
 from ..audit._report import KIND
-from ..audit._summary import Summary, summarize
-from ..audit._words import headline, texts
+from ..audit._summary import Summary, headline, summarize, texts
 
 _STYLE = """\
 :root { color-scheme: light dark; --finding: #c62828; --note: #b26a00; --event: #1565c0; }

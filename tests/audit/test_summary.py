@@ -13,8 +13,7 @@ from rigs.command import run
 
 from megapatch._cli.audit import page, read
 from megapatch._cli.main import main
-from megapatch.audit._summary import summarize
-from megapatch.audit._words import texts
+from megapatch.audit._summary import summarize, texts
 
 LINE = "/job/train.py:12 in train"
 
