@@ -78,7 +78,7 @@ class AuditReport(NamedTuple):
     def __str__(self) -> str:
         from ._summary import summarize, texts  # a process that leaves its report prints none
 
-        return "\n\n".join(texts(summarize([self.to_dict()]), width()))
+        return "\n\n".join(texts(summarize([[self.to_dict()]]), width()))
 
 
 def make(ledger: Ledger, settings: Settings | None, rules: tuple[RuleStatus, ...], ended: bool) -> AuditReport:

@@ -11,12 +11,31 @@ from typing import Any
 
 from .._engine.settings import ACCEPT
 from .._ranks import numbered
-from .._reporting.files import attempts
+from .._reporting import files
 from .._reporting.terminal import SCHEMA, counted, document, wrapped
 from ._findings import steps
 
 _MOST = 8
 """Different sentences of a finding: each pipeline stage names its own parameters."""
+_FOUND = {
+    **dict.fromkeys(("rule", "what", "means"), str),
+    **dict.fromkeys(("step", "last_step", "count"), int),
+    "where": [str],
+    "causes": [{"cause": str, "check": str}],
+    "patches": [{"name": str, "reason": str}],
+}
+_EVENTS = [{"step": int, "what": str}]
+_SHAPE = {
+    "schema": int,
+    "version": str,
+    "digest": str,
+    "steps": int,
+    "rules": [{"name": str, "status": str, "reason": str}],
+    "findings": [_FOUND],
+    "notes": [_FOUND],
+    "events": {str: {"count": int, "first": _EVENTS, "last": _EVENTS}},
+}
+"""What is read of a report; rank and size have been."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,29 +106,31 @@ class Summary:
         return document(**dataclasses.asdict(self))
 
 
-def summarize(reports: Sequence[Mapping[str, Any]]) -> Summary:
-    """Return the summary of the reports of some ranks: that of the latest attempt, with the earlier ones in it.
+def checked(report: dict[str, Any]) -> dict[str, Any]:
+    """Return a rank's report; raise if its layout is another one, or something in it is not what is expected."""
+    files.expect(report, _SHAPE)
+    if report["schema"] != SCHEMA:
+        raise ValueError(f"its layout is {report['schema']}, and this megapatch reads {SCHEMA}")
+    return report
 
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: where something in a report is not what is expected.
-    """
-    if wrong := [report["schema"] for report in reports if report["schema"] != SCHEMA]:
-        raise ValueError(f"its layout is {wrong[0]}, and this megapatch reads {SCHEMA}")
-    *earlier, latest = map(_summary_of, attempts(reports))
+
+def summarize(attempts: Iterable[Sequence[Mapping[str, Any]]]) -> Summary:
+    """Return the summary of the reports of some ranks: that of the latest attempt, with the earlier ones in it."""
+    *earlier, latest = map(_summary_of, attempts)
     return dataclasses.replace(latest, earlier=tuple(earlier))
 
 
 def _summary_of(reports: Sequence[Mapping[str, Any]]) -> Summary:
-    reports = sorted(reports, key=lambda report: int(report["rank"]))
+    reports = sorted(reports, key=lambda report: report["rank"])
     values: dict[str, dict[str, list[int]]] = {}
     for report in reports:
         for name in ("version", "digest", "size", "steps", "settings", "ended"):
-            values.setdefault(name, {}).setdefault(_in_words(report[name]), []).append(int(report["rank"]))
+            values.setdefault(name, {}).setdefault(_in_words(report[name]), []).append(report["rank"])
     return Summary(
-        ranks=[int(report["rank"]) for report in reports],
-        size=max((int(report["size"]) for report in reports), default=0),
+        ranks=[report["rank"] for report in reports],
+        size=max((report["size"] for report in reports), default=0),
         values=values,
-        steps=max((int(report["steps"]) for report in reports), default=0),
+        steps=max((report["steps"] for report in reports), default=0),
         found=[*_found(reports, "findings"), *_found(reports, "notes")],
         rules=_rules(reports),
         events=_events(reports),
@@ -134,7 +155,7 @@ def _rules(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int
             of_old = {rule.get("judges", "things"): rule.get("judged", 0)}
             for what, count in (rule.get("counts") or of_old).items():
                 counts[what] = min(counts.get(what, 2**62), int(count))
-            rules.setdefault(rule["status"], {}).setdefault(f"{name}{reason}", []).append(int(report["rank"]))
+            rules.setdefault(rule["status"], {}).setdefault(f"{name}{reason}", []).append(report["rank"])
     kept = {f"{name} ({_counted(least[name])})": ranks for name, ranks in rules.get("kept", {}).items()}
     return {**rules, "kept": kept} if kept else rules
 
@@ -149,7 +170,7 @@ def _found(reports: Iterable[Mapping[str, Any]], key: str) -> list[Found]:
     for report in reports:
         for each in report[key]:
             place = each["rule"], each.get("kind", ""), "".join(each["where"][-1:])
-            alike.setdefault(place, []).append((int(report["rank"]), each))
+            alike.setdefault(place, []).append((report["rank"], each))
     found = [_merged(rule, members, is_note=key == "notes") for (rule, *_), members in alike.items()]
     return sorted(found, key=lambda each: each.step)
 
@@ -158,7 +179,7 @@ def _merged(rule: str, members: list[tuple[int, Mapping[str, Any]]], is_note: bo
     sentences: dict[str, list[int]] = {}
     for rank, each in members:
         sentences.setdefault(each["what"], []).append(rank)
-    first, step = members[0][1], min(int(each["step"]) for _, each in members)
+    first, step = members[0][1], min(each["step"] for _, each in members)
     patches = {patch["name"]: dict(patch) for _, each in members for patch in each["patches"]}
     return Found(
         rule=rule,
@@ -168,9 +189,9 @@ def _merged(rule: str, members: list[tuple[int, Mapping[str, Any]]], is_note: bo
         sentences=[{"what": what, "ranks": ranks} for what, ranks in list(sentences.items())[:_MOST]],
         others=max(0, len(sentences) - _MOST),
         step=step,
-        last_step=max(int(each["last_step"]) for _, each in members),
-        first_on=list(dict.fromkeys(rank for rank, each in members if int(each["step"]) == step)),
-        times=max(int(each["count"]) for _, each in members),
+        last_step=max(each["last_step"] for _, each in members),
+        first_on=list(dict.fromkeys(rank for rank, each in members if each["step"] == step)),
+        times=max(each["count"] for _, each in members),
         where=list(first["where"]),
         before=list(first.get("before", ())),
         causes=[dict(cause) for cause in first["causes"]],
@@ -183,10 +204,10 @@ def _events(reports: Iterable[Mapping[str, Any]]) -> list[Events]:
     for report in reports:
         for kind, events in report["events"].items():
             kept = [*events["first"], *events["last"]]
-            steps, times = [int(event["step"]) for event in kept], int(events["count"])
+            steps, times = [event["step"] for event in kept], events["count"]
             whats = list(dict.fromkeys(event["what"] for event in kept if event["what"]))
             known = alike.setdefault((kind, times, tuple(steps)), Events(kind, [], times, steps, whats))
-            known.ranks.append(int(report["rank"]))
+            known.ranks.append(report["rank"])
     order = list(dict.fromkeys(events.kind for events in alike.values()))
     return sorted(alike.values(), key=lambda events: order.index(events.kind))
 
