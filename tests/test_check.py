@@ -167,10 +167,7 @@ def test_an_earlier_run_does_not_speak_for_a_rank_that_died(tmp_path):
     write(tmp_path, 1, 2, attempt=1)
     shown = run("doctor", str(tmp_path))
     assert shown.returncode == 2 and "alike" not in shown.stdout
-    assert (
-        f"attempt 2 of 2, 1970-01-01 00:00:01 UTC: rank 0 left no file in {tmp_path}" in shown.stderr
-        and "attempt 1" not in shown.stderr
-    )
+    assert f"attempt 2 of 2: rank 0 left no file in {tmp_path}" in shown.stderr and "attempt 1" not in shown.stderr
     write(tmp_path, 0, 2, attempt=1, torch="2.6.0")
     shown = run("doctor", "--json", str(tmp_path))
     found = json.loads(shown.stdout)
@@ -201,10 +198,10 @@ REPORT = {"digest": "d", "patches": []}
         ({"rank": 2}, "found rank 2 of 2"),
         ({"rank": {"x": 1}}, "expected a rank"),
         ({"facts": {"torch": [{"x": 1}, ""]}}, "expected text, found dict"),
-        ({"facts": []}, "AttributeError"),
+        ({"facts": []}, "expected an object, found list"),
         ({"began": 1e300}, "expected a time in seconds since 1970"),
         ({"report": REPORT | {"digest": ["d"]}}, "expected text, found list"),
-        ({"report": REPORT | {"patches": [PATCH | {"status": {}}]}}, "{} is not a valid Status"),
+        ({"report": REPORT | {"patches": [PATCH | {"status": "new"}]}}, "'new' is not a valid Status"),
         ({"report": REPORT | {"patches": [PATCH | {"name": None}]}}, "expected text, found NoneType"),
         (None, "it is not a regular file"),
     ],

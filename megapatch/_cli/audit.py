@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from .._printable import clean
 from .._ranks import numbered
 from .._reporting import files, terminal
 from .._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL
 from ..audit._report import KIND
-from ..audit._summary import Summary, summarize
-from ..audit._words import headline, texts
+from ..audit._summary import Summary, checked, headline, summarize, texts
 
 _STYLE = """\
 :root { color-scheme: light dark; --finding: #c62828; --note: #b26a00; --event: #1565c0; }
@@ -50,17 +48,8 @@ def audit(folder: str, as_json: bool, html: str | None) -> int:
 
 def read(folder: Path) -> tuple[Summary, list[str]]:
     """Return the summary of the reports in a folder, and a sentence for each that is missing or cannot be read."""
-    unreadable: list[str] = []
-
-    def parse(data: Mapping[str, Any]) -> Mapping[str, Any]:
-        summarize([data])
-        return data
-
-    reports = list(files.read(folder, KIND, unreadable, parse))
-    summary = summarize(reports)
-    for attempt in summary.attempts:
-        unreadable += files.without_a_file(folder, attempt.ranks, attempt.size)
-    return summary, unreadable
+    attempts, unreadable = files.read_attempts(folder, KIND, checked)
+    return summarize(attempts), unreadable
 
 
 def _code(summary: Summary, unreadable: list[str]) -> int:

@@ -20,6 +20,11 @@ from .report import PatchReport, Report, make_report
 
 _KIND = "rank"
 """The beginning of these files' names."""
+_SHAPE = {
+    "facts": {str: [str]},
+    "report": {"digest": str, "patches": [{"name": str, "status": str, "reason": str}]},
+}
+"""What is read of them."""
 
 _done: list[str] = []
 
@@ -111,8 +116,7 @@ class Compared(NamedTuple):
 
 def compare_files(folder: Path) -> Compared:
     """Read and compare the files of all ranks: of each attempt by itself, if a job was restarted."""
-    unreadable: list[str] = []
-    attempts = files.attempts(list(files.read(folder, _KIND, unreadable, _read)))
+    attempts, unreadable = files.read_attempts(folder, _KIND, _read)
     compared = Compared([], [], [], unreadable)
     for number, attempt in enumerate(attempts, 1):
         said = f"attempt {number} of {len(attempts)}, {attempt[0]['when']}: " if attempts[1:] else ""
@@ -140,24 +144,19 @@ def _compare(folder: Path, reports: list[dict[str, Any]]) -> Compared:
             lambda members: numbered("rank", [numbers[member] for member in members]),
         ),
         not_in_place=[f"{what} on {numbered('rank', members)}" for what, members in bad.items()],
-        unreadable=files.without_a_file(folder, numbers, max((report["size"] for report in reports), default=0)),
+        unreadable=[],
     )
 
 
 def _read(data: dict[str, Any]) -> dict[str, Any]:
     """Return a file's data with facts, digest, time and patches that are not in place; raise if it lacks them."""
-
-    def text(value: object) -> str:
-        if not isinstance(value, str):
-            raise TypeError(f"expected text, found {type(value).__name__}")
-        return value
-
+    files.expect(data, _SHAPE)
     facts: Facts = {"number of ranks": (str(data["size"]), "")}  # files of another run would be of another
-    facts |= {name: (text(value), text(why)) for name, (value, why) in data["facts"].items()}
+    facts |= {name: (value, why) for name, (value, why) in data["facts"].items()}
     lacking = [
-        f"{text(patch['name'])} is {patch['status']} ({text(patch['reason'])})"
+        f"{patch['name']} is {patch['status']} ({patch['reason']})"
         for patch in data["report"]["patches"]
         if Status(patch["status"]).needs_attention
     ]
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(data.get("began", 0)))
-    return {**data, "when": when, "facts": facts, "digest": text(data["report"]["digest"]), "lacking": lacking}
+    return {**data, "when": when, "facts": facts, "digest": data["report"]["digest"], "lacking": lacking}

@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -23,6 +23,7 @@ _LARGEST = 2**26  # bytes; ours have some 100 KB
 _LATEST = 2**33  # seconds since 1970, in the year 2242
 _WORLD = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 """Variables that are the same on all ranks of an attempt, and often others on those of another one."""
+_IN_WORDS = {dict: "an object", list: "a list", str: "text", int: "a number"}
 _own: dict[tuple[int, Path], Path] = {}
 """By process and the first name that its file could have, the file that it writes."""
 
@@ -133,6 +134,23 @@ def read(
             yield parsed
 
 
+def expect(data: Any, shape: Any) -> None:
+    """Raise where a value that was read from JSON lacks a key, or has another type.
+
+    Args:
+        shape: a type; a list with the shape of all items; a dict with that of each key, or, by `str`, of any key.
+    """
+    kind: Any = shape if isinstance(shape, type) else type(shape)
+    if not isinstance(data, kind):
+        raise TypeError(f"expected {_IN_WORDS[kind]}, found {type(data).__name__}")
+    if kind is list:
+        for item in data:
+            expect(item, shape[0])
+    elif kind is dict:
+        for key in data if str in shape else shape:
+            expect(data[key], shape.get(key, shape.get(str)))
+
+
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
 
@@ -158,12 +176,16 @@ def attempts(reports: Sequence[_Read]) -> list[list[_Read]]:
     return [list(by_rank.values()) for by_rank in found] or [[]]
 
 
-def without_a_file(folder: Path, ranks: Collection[int], size: int) -> list[str]:
-    """Return a sentence about the ranks of a run that have left no file that can be read, if there are any.
-
-    Args:
-        ranks: those that have.
-        size: how many there are.
-    """
-    missing = sorted(set(range(size)) - set(ranks))
-    return [f"{numbered('rank', missing)} left no file in {folder}"] if missing else []
+def read_attempts(
+    folder: Path, kind: str, parse: Callable[[dict[str, Any]], _Read]
+) -> tuple[list[list[_Read]], list[str]]:
+    """Return what `parse` makes of the files of each attempt, and sentences on what is missing or unreadable."""
+    unreadable: list[str] = []
+    found = attempts(list(read(folder, kind, unreadable, parse)))
+    for number, attempt in enumerate(found, 1):
+        missing = set(range(max((report["size"] for report in attempt), default=0)))
+        missing -= {report["rank"] for report in attempt}
+        if missing:
+            of = f"attempt {number} of {len(found)}: " if found[1:] else ""
+            unreadable.append(f"{of}{numbered('rank', sorted(missing))} left no file in {folder}")
+    return found, unreadable

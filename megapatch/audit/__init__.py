@@ -48,9 +48,9 @@ __all__ = [
 _ORDER = (
     "gradients scaled_once "  # gradients first: the others ask a step whether it has any
     "ranks_agree gathered_when_read "  # ranks may raise; then the step leaves nothing to be gathered
-    "offloads gradients_kept step_begins "  # these look more closely after an offload
-    "loaded_is_there calls training_mode every_chunk_steps tokens_counted microbatches saves weight_syncs "
-    "steps"  # leaves a report of what the others have found
+    "offloads step_begins "  # this looks more closely after an offload
+    "loaded_is_there training_mode microbatches saves weight_syncs "
+    "calls"  # leaves a report of what the others have found
 )
 """The modules of an audit's parts, in the order in which these see what happens."""
 _PARTS: tuple[type[Part], ...] = tuple(

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from .._engine.record import Unloaded
 from ..patch import Patch, Site
-from ._findings import Ledger
-from ._models import Models, optimizers_in
+from ._chunks import Models, optimizers_in
+from ._findings import Ledger, observes
 from ._settings import Settings
 
 _P = TypeVar("_P", bound="Part")
@@ -118,45 +118,9 @@ class Audit:
             part.end()
 
 
-class Part:
-    """Something that the audit watches.
+class Events:
+    """What all parts of an audit see, in turn."""
 
-    It replaces functions at its `sites` by ones that look on, and overrides those methods below whose calls it
-    wants to see.
-    A method that looks at Megatron's objects is decorated with `observes`: its bugs must not break training.
-
-    Attributes:
-        audit: the one that it is part of.
-        ledger: that audit's.
-    """
-
-    def __init__(self, audit: Audit) -> None:
-        self.audit, self.ledger = audit, audit.ledger
-
-    @property
-    def name(self) -> str:
-        """The name of its patch, that of its module."""
-        return f"audit.{type(self).__module__.rpartition('._')[2].replace('_', '-')}"
-
-    @property
-    def doc(self) -> str | None:
-        """The docstring of its module, whose first line names the rules that it watches."""
-        return sys.modules[type(self).__module__].__doc__
-
-    def sites(self) -> tuple[Site, ...]:
-        """Return the sites where it watches, with this part's own functions in them; some see what others show."""
-        return ()
-
-    def patches(self) -> Iterator[Patch | Unloaded]:
-        """Yield what the engine installs for this part, unless it has no sites."""
-        if sites := self.sites():
-            yield self.patch(sites)
-
-    def patch(self, sites: tuple[Site, ...]) -> Patch:
-        """Return the patch of this part with these sites."""
-        return Patch(self.name, self.doc, None, sites)
-
-    # ------------------------------------------------------------------------ what all parts see, in turn
     def joined(self, chunk: Any) -> None:
         """See that the audit knows one more chunk, as it is being wrapped or in its first call."""
 
@@ -192,6 +156,48 @@ class Part:
 
     def end(self) -> None:
         """Let go of Megatron's objects: the audit has ended."""
+
+
+class Part(Events):
+    """Something that the audit watches.
+
+    It replaces functions at its `sites` by ones that look on, and overrides the methods of `Events` that it wants
+    to see. Its bugs must not break training: they are guarded, as other looks are by `observes`.
+
+    Attributes:
+        audit: the one that it is part of.
+        ledger: that audit's.
+    """
+
+    def __init_subclass__(cls) -> None:
+        for name in vars(cls).keys() & {name for name in vars(Events) if not name.startswith("_")}:
+            setattr(cls, name, observes(getattr(cls, name)))
+
+    def __init__(self, audit: Audit) -> None:
+        self.audit, self.ledger = audit, audit.ledger
+
+    @property
+    def name(self) -> str:
+        """The name of its patch, that of its module."""
+        return f"audit.{type(self).__module__.rpartition('._')[2].replace('_', '-')}"
+
+    @property
+    def doc(self) -> str | None:
+        """The docstring of its module, whose first line names the rules that it watches."""
+        return sys.modules[type(self).__module__].__doc__
+
+    def sites(self) -> Iterator[Site]:
+        """Yield the sites where it watches, with this part's own functions in them; some see what others show."""
+        yield from ()
+
+    def patches(self) -> Iterator[Patch | Unloaded]:
+        """Yield what the engine installs for this part, unless it has no sites."""
+        if sites := tuple(self.sites()):
+            yield self.patch(sites)
+
+    def patch(self, sites: tuple[Site, ...]) -> Patch:
+        """Return the patch of this part with these sites."""
+        return Patch(self.name, self.doc, None, sites)
 
 
 def part_of(module: ModuleType) -> type[Part]:

@@ -25,7 +25,7 @@ from ..patch import ABSENT, NEEDED, UNKNOWN, Patch, PatchInfo, Site, Verdict
 from ..patches._catalogue import CATALOGUE, of_name
 from ..patches._readers import Reader, reading_sites
 from ._audit import Audit, Part, Step
-from ._buckets import states_in
+from ._chunks import states_in
 from ._findings import describe, observes
 from ._hashes import stored
 from ._watching import RAISED, Watcher, around, before, site
@@ -52,26 +52,17 @@ class GatheredWhenRead(Part):
         self._is_reading = False
         """Whether a reader is under way: its calls for submodules are part of it."""
 
-    def sites(self) -> tuple[Site, ...]:
-        return (
-            site(
-                "megatron.core.distributed.param_and_grad_buffer",
-                {"_ParamAndGradBucketGroup.start_param_sync": around(self._begin_gather, self._end_gather)},
-            ),
-            site(
-                "torch.distributed.distributed_c10d",
-                {name: before(functools.partial(self._look_at_sent, name)) for name in _COLLECTIVES},
-            ),
-            site("torch.serialization", {"save": before(self._look_at_saved)}),
-            site("torch.nn.modules.module", {"Module.state_dict": self._reading_module("state_dict")}),
-            site(
-                "megatron.core.transformer.module",
-                {
-                    "MegatronModule.sharded_state_dict": self._reading_module("sharded_state_dict"),
-                    "MegatronModule.load_state_dict": around(self._changes_of, self._note_loaded),
-                },
-            ),
-        )
+    def sites(self) -> Iterator[Site]:
+        buckets, module = "megatron.core.distributed.param_and_grad_buffer", "megatron.core.transformer.module"
+        gather = around(self._begin_gather, self._end_gather)
+        yield site(buckets, {"_ParamAndGradBucketGroup.start_param_sync": gather})
+        sent = {name: before(functools.partial(self._look_at_sent, name)) for name in _COLLECTIVES}
+        yield site("torch.distributed.distributed_c10d", sent)
+        yield site("torch.serialization", {"save": before(self._look_at_saved)})
+        yield site("torch.nn.modules.module", {"Module.state_dict": self._reading_module("state_dict")})
+        reading = {"MegatronModule.sharded_state_dict": self._reading_module("sharded_state_dict")}
+        loading = {"MegatronModule.load_state_dict": around(self._changes_of, self._note_loaded)}
+        yield site(module, {**reading, **loading})
 
     def patches(self) -> Iterator[Patch | Unloaded]:
         yield from super().patches()
@@ -94,7 +85,6 @@ class GatheredWhenRead(Part):
         return [self.patch(tuple(sites))]
 
     # ------------------------------------------------------------------------ events
-    @observes
     def begin_step(self, step: Step) -> None:
         """Note, before the step, the bucket groups that it leaves to be gathered."""
         chunks = [chunk for chunk in step.chunks if chunk.ddp_config.overlap_param_gather]
@@ -104,7 +94,6 @@ class GatheredWhenRead(Part):
         self._received.clear()
         self.ledger.judged["gathered-when-read"] += bool(chunks)
 
-    @observes
     def end_step(self, step: Step) -> None:
         """Take that back if the step was skipped."""
         if not step.succeeded:

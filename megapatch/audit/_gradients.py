@@ -25,15 +25,23 @@ from .._mcore.rerun_machine import is_rerunning
 from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
-from ._buckets import STATES, BucketState, is_zero, numbers_of, ranks_of, state_of, states_in, states_of
+from ._chunks import (
+    STATES,
+    BucketState,
+    grad_buffers,
+    is_zero,
+    numbers_of,
+    ranks_of,
+    state_of,
+    states_in,
+    states_of,
+)
 from ._findings import GONE, describe, observes
-from ._models import grad_buffers
 from ._watching import around, before, site
 
 _watchers = SideTable()
 """By chunk: the Gradients of the audit that watches it now, as its hooks outlive an audit."""
 _WITH_GRADIENTS = ("fresh-gradients", "gradients-used", "gradients-dropped", "gradients-arrive", "stepped-once")
-_NEMO_ABORT = "MegatronPolicyWorkerImpl.abort_train_step"
 
 
 class Gradients(Part):
@@ -52,25 +60,16 @@ class Gradients(Part):
         self._aborting = 0
         """How many calls that drop gradients on purpose are under way."""
 
-    def sites(self) -> tuple[Site, ...]:
+    def sites(self) -> Iterator[Site]:
+        package, reset = "megatron.core.distributed", before(self._note_reset)
+        watched = {"_ParamAndGradBuffer.reset": reset, "_ParamAndGradBucketGroup.start_grad_sync": watch_reduces}
+        yield site(f"{package}.param_and_grad_buffer", watched)
+        hooks = {"DistributedDataParallel._make_backward_post_hook": self.watch_arrivals}
+        yield site(f"{package}.distributed_data_parallel", hooks)
         abort = around(self._begin_abort, self._end_abort)
-        return (
-            site(
-                "megatron.core.distributed.param_and_grad_buffer",
-                {
-                    "_ParamAndGradBuffer.reset": before(self._note_reset),
-                    "_ParamAndGradBucketGroup.start_grad_sync": watch_reduces,
-                },
-            ),
-            site(
-                "megatron.core.distributed.distributed_data_parallel",
-                {"DistributedDataParallel._make_backward_post_hook": self.watch_arrivals},
-            ),
-            site("megapatch.train_step._step", {"TrainStep.abort": abort}),
-            site(
-                "nemo_rl.models.policy.workers.megatron_policy_worker", {_NEMO_ABORT: abort}, optional="up to v0.7"
-            ),
-        )
+        yield site("megapatch.train_step._step", {"TrainStep.abort": abort})
+        worker = "nemo_rl.models.policy.workers.megatron_policy_worker"
+        yield site(worker, {"MegatronPolicyWorkerImpl.abort_train_step": abort}, optional="up to v0.7")
 
     # ------------------------------------------------------------------------ events
     def watch_arrivals(self, make_hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +141,6 @@ class Gradients(Part):
         for part in self.audit.parts:
             part.zeroed(buffer)
 
-    @observes
     def zeroed(self, buffer: Any) -> None:
         on_purpose = bool(self._aborting) or sys.exc_info()[0] is not None or is_rerunning()
         for state in states_in(buffer):
@@ -158,13 +156,11 @@ class Gradients(Part):
     def _end_abort(self, *_: Any, **__: Any) -> None:
         self._aborting -= 1
 
-    @observes
     def interrupted(self, chunks: list[Any]) -> None:
         for chunk in chunks:
             for state in states_of(chunk):
                 state.excused = True
 
-    @observes
     def begin_call(self, call: Call) -> None:
         for chunk in call.chunks:
             self._join(chunk)
@@ -172,11 +168,9 @@ class Gradients(Part):
             if self._left.pop(chunk, now) != now:
                 self._by_hand.add(chunk)
 
-    @observes
     def finishing(self, chunks: list[Any], num_tokens: Any) -> None:
         self._finished.update(chunks)
 
-    @observes
     def end(self) -> None:
         for chunk in list(self.audit.models.chunks):
             _watchers.pop(chunk)
@@ -184,7 +178,6 @@ class Gradients(Part):
                 state.begin(None)
 
     # ------------------------------------------------------------------------ judged in the step
-    @observes
     def begin_step(self, step: Step) -> None:
         """Report buckets that were not reduced once, and gradients that were not used."""
         are_new = any(state.arrivals for chunk in step.chunks for state in states_of(chunk))
@@ -269,7 +262,6 @@ class Gradients(Part):
         text = f"{name}{frozen} {what} in this step, in which others have"
         self.ledger.report("gradients-arrive", "gone" if name.startswith(GONE) else kind, text)
 
-    @observes
     def end_step(self, step: Step) -> None:
         """Note that the step has used the gradients."""
         for chunk in step.chunks:

@@ -26,7 +26,6 @@ from ._findings import observes, steps
 from ._watching import RAISED, around, before, site
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_SCHEDULE = "OptimizerParamScheduler"
 _STATE = "param_state"
 """Where the distributed optimizer has moments, on one rank or on all."""
 
@@ -62,36 +61,22 @@ class LoadedIsThere(Part):
         self._advanced: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """By optimizer whose schedule has advanced since its last step: how many steps there had been by then."""
 
-    def sites(self) -> tuple[Site, ...]:
-        plain, sharded = "megatron.core.optimizer.optimizer", "megatron.core.optimizer.distrib_optimizer"
-        load, reload = "load_state_dict", "reload_model_params"
+    def sites(self) -> Iterator[Site]:
+        load, package = "load_state_dict", "megatron.core.optimizer"
         watch_load, watch_optimizer = before(self._note_load), around(self._look, self._note_loaded)
-        return (
-            site(
-                plain,
-                {
-                    f"Float16OptimizerWithFloat16Params.{load}": watch_optimizer,
-                    f"FP32Optimizer.{load}": watch_optimizer,
-                    f"MixedPrecisionOptimizer.{reload}": watch_load,
-                },
-            ),
-            site(
-                sharded,
-                {
-                    f"DistributedOptimizer.{load}": watch_optimizer,
-                    "DistributedOptimizer.load_parameter_state": around(self._note_load, self._note_moments),
-                },
-            ),
-            site("torch.nn.modules.module", {f"Module.{load}": watch_load}),
-            site("megatron.core.dist_checkpointing.serialization", {"load": watch_load}),
-            site(
-                "megatron.core.optimizer_param_scheduler",
-                {
-                    f"{_SCHEDULE}.step": before(self._note_advance),
-                    f"{_SCHEDULE}.{load}": around(self._begin_schedule, self._end_schedule),
-                },
-                expected={f"{_SCHEDULE}.step": ("increment",)},
-            ),
+        plain = (f"Float16OptimizerWithFloat16Params.{load}", f"FP32Optimizer.{load}")
+        reload = {"MixedPrecisionOptimizer.reload_model_params": watch_load}
+        yield site(f"{package}.optimizer", {**dict.fromkeys(plain, watch_optimizer), **reload})
+        moments = {"DistributedOptimizer.load_parameter_state": around(self._note_load, self._note_moments)}
+        yield site(f"{package}.distrib_optimizer", {f"DistributedOptimizer.{load}": watch_optimizer, **moments})
+        yield site("torch.nn.modules.module", {f"Module.{load}": watch_load})
+        yield site("megatron.core.dist_checkpointing.serialization", {"load": watch_load})
+        step = "OptimizerParamScheduler.step"
+        loading = {f"OptimizerParamScheduler.{load}": around(self._begin_schedule, self._end_schedule)}
+        yield site(
+            "megatron.core.optimizer_param_scheduler",
+            {step: before(self._note_advance), **loading},
+            expected={step: ("increment",)},
         )
 
     def _note_load(self, *_: Any, **__: Any) -> None:
@@ -216,7 +201,6 @@ class LoadedIsThere(Part):
                 what = f"the schedule is at {now} steps, and has loaded {loaded}"
                 self.ledger.report("loaded-is-there", "schedule" if now == then else "rewound", what)
 
-    @observes
     def end_step(self, step: Step) -> None:
         self._succeeded[step.optimizer] = self._succeeded.get(step.optimizer, False) or step.succeeded
         self._advanced.pop(step.optimizer, None)

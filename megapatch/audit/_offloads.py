@@ -20,9 +20,9 @@ from .._mcore.main_params import has_memory, pairs
 from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
+from ._chunks import grad_buffers
 from ._findings import observes
 from ._loaded_is_there import MOMENTS
-from ._models import grad_buffers
 from ._watching import before, site
 
 _HELPERS = (
@@ -70,18 +70,10 @@ class Offloads(Part):
         self._latest: tuple[int, str] | None = None
         """The optimizer step and the name of the latest helper: it is called for one buffer after the other."""
 
-    def sites(self) -> tuple[Site, ...]:
-        return tuple(
-            site(
-                module,
-                {
-                    path: before(functools.partial(self._note, kind, f"{path.rpartition('.')[2]}()"))
-                    for path in paths
-                },
-                optional=lacking,
-            )
-            for kind, module, paths, lacking in _KNOWN
-        )
+    def sites(self) -> Iterator[Site]:
+        for kind, module, paths, lacking in _KNOWN:
+            looks = (functools.partial(self._note, kind, f"{path.rpartition('.')[2]}()") for path in paths)
+            yield site(module, dict(zip(paths, map(before, looks), strict=True)), optional=lacking)
 
     # ------------------------------------------------------------------------ those that are known
     @observes
@@ -93,12 +85,10 @@ class Offloads(Part):
             self.ledger.happened(kind, what)
 
     # ------------------------------------------------------------------------ all others
-    @observes
     def begin_call(self, call: Call) -> None:
         for chunk in call.chunks:
             self._compare(chunk, _memory_of(chunk))
 
-    @observes
     def begin_step(self, step: Step) -> None:
         for chunk in step.chunks:
             self._compare(chunk, _memory_of(chunk))

@@ -96,20 +96,16 @@ class RanksAgree(Part):
         self._unknown: set[str] = set()
         """Names of classes whose parameters are not compared."""
 
-    def sites(self) -> tuple[Site, ...]:
+    def sites(self) -> Iterator[Site]:
         path = "model_parallel_cuda_manual_seed"
-        return (
-            site(
-                "megatron.core.tensor_parallel.random", {path: before(self._note_seed)}, expected={path: ("seed",)}
-            ),
-        )
+        watched = {path: before(self._note_seed)}
+        yield site("megatron.core.tensor_parallel.random", watched, expected={path: ("seed",)})
 
     @property
     def compares(self) -> bool:
         """Whether all ranks have come to all comparisons until now."""
         return self._participants.are_known
 
-    @observes
     def begin_step(self, step: Step) -> None:
         """Compare ranks, if it is time to, and report the differences that the last comparison found."""
         chunks = step.chunks
@@ -161,7 +157,6 @@ class RanksAgree(Part):
             counts[replicas.what] = count + 1
         return counts[replicas.what]
 
-    @observes
     def judge(self) -> None:
         """Report differences of the last comparison, which no step has named yet. Makes no collective."""
         for chunk in list(self.audit.models.chunks):
@@ -188,7 +183,6 @@ class RanksAgree(Part):
         self._unknown |= others
         return [parameter for parameter in parameters if stored(parameter)] if others else parameters
 
-    @observes
     def forget(self) -> None:
         self._seeds.clear()
         for chunk in list(self.audit.models.chunks):

@@ -17,7 +17,6 @@ from .._versions import exact_version
 from ..patch import Status
 from ._audit import Audit, Part
 from ._findings import Finding, Ledger
-from ._microbatches import Microbatches
 from ._ranks_agree import RanksAgree
 from ._rules import RULES
 from ._settings import Settings
@@ -77,10 +76,9 @@ class AuditReport(NamedTuple):
         return data
 
     def __str__(self) -> str:
-        from ._summary import summarize  # a process that leaves its report prints none
-        from ._words import texts
+        from ._summary import summarize, texts  # a process that leaves its report prints none
 
-        return "\n\n".join(texts(summarize([self.to_dict()]), width()))
+        return "\n\n".join(texts(summarize([[self.to_dict()]]), width()))
 
 
 def make(ledger: Ledger, settings: Settings | None, rules: tuple[RuleStatus, ...], ended: bool) -> AuditReport:
@@ -151,6 +149,9 @@ def _unwatched(audit: Audit) -> dict[str, str]:
     """Return, by rule that is not watched, why."""
     counts = {name: rule.counts(name, audit.ledger.judged) for name, rule in RULES.items()}
     found = {name: f"no {next(iter(each))}" for name, each in counts.items() if not any(each.values())}
+    if not audit.part(RanksAgree).compares:
+        compared = (name for name, each in counts.items() if next(iter(each)).startswith("comparisons"))
+        found.update(dict.fromkeys(compared, "ranks are not compared"))
     for part in audit.parts:
         for reason in _reasons(audit, part):
             found.update(dict.fromkeys(rules_of(part), reason))
@@ -159,8 +160,6 @@ def _unwatched(audit: Audit) -> dict[str, str]:
 
 def _reasons(audit: Audit, part: Part) -> Iterator[str]:
     """Yield why a part does not see what it looks for."""
-    if type(part) in (RanksAgree, Microbatches) and not audit.part(RanksAgree).compares:
-        yield "ranks are not compared"
     if any(look.__qualname__.startswith(f"{type(part).__name__}.") for look in audit.ledger.broken):
         yield "a look of it has failed; the log says how"
     records = [record for record in this_process().records if record.name == part.name]

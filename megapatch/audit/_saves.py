@@ -17,7 +17,7 @@ Cost      a look through the state dict in each save, which reads this rank's pa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .._mcore.main_params import has_memory
@@ -60,22 +60,16 @@ class Saves(Part):
         self._planned: weakref.WeakKeyDictionary[Any, _Planned] = weakref.WeakKeyDictionary()
         """By a function that finishes an asynchronous save, until its tensors are copied."""
 
-    def sites(self) -> tuple[Site, ...]:
+    def sites(self) -> Iterator[Site]:
         package, tree = "megatron.core.dist_checkpointing", ("sharded_state_dict",)
-        return (
-            *(
-                site(f"{package}.{module}", {path: around(begin, end)}, expected={path: tree})
-                for module, path, begin, end in (
-                    ("serialization", "save", self._begin_save, self._note_planned),
-                    ("strategies.torch", _PLANS, self._begin_plan, self._note_saved),
-                    ("strategies.fully_parallel", _DISTRIBUTION, self._begin_distribution, self._note_saved),
-                )
-            ),
-            site(
-                f"{package}.strategies.async_utils",
-                {"AsyncCallsQueue.schedule_async_request": before(self._note_scheduled)},
-            ),
-        )
+        for module, path, begin, end in (
+            ("serialization", "save", self._begin_save, self._note_planned),
+            ("strategies.torch", _PLANS, self._begin_plan, self._note_saved),
+            ("strategies.fully_parallel", _DISTRIBUTION, self._begin_distribution, self._note_saved),
+        ):
+            yield site(f"{package}.{module}", {path: around(begin, end)}, expected={path: tree})
+        scheduled = {"AsyncCallsQueue.schedule_async_request": before(self._note_scheduled)}
+        yield site(f"{package}.strategies.async_utils", scheduled)
 
     def _begin_save(self, sharded_state_dict: Any, *_: Any, **__: Any) -> Any:
         """Return the chunks whose parameters are saved."""
@@ -107,18 +101,15 @@ class Saves(Part):
             absent = [parameter for parameter in absent if id(parameter) in known]
         self._missing.set(chunk, _Missing(absent, user_code() if absent else ()))
 
-    @observes
     def begin_step(self, step: Step) -> None:
         """Report parameters that the saves before this step lack."""
         self._report_missing(step.chunks)
 
-    @observes
     def end_step(self, step: Step) -> None:
         """Note which saves were planned before this step."""
         for planned in self._planned.values():
             planned.is_stepped |= any(chunk in planned.chunks for chunk in step.chunks)
 
-    @observes
     def judge(self) -> None:
         """Report parameters that the last saves lack."""
         self._report_missing(self.audit.models.chunks)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
-from ._buckets import numbers_of
+from ._chunks import grad_buffers, has_router_losses, numbers_of
 from ._findings import observes
-from ._models import grad_buffers, has_router_losses
 from ._watching import RAISED, after, around, site
 
 _MOST_NODES = 32
@@ -42,18 +42,11 @@ class ScaledOnce(Part):
         self._unscaled_losses: weakref.WeakSet[Any] = weakref.WeakSet()
         """Chunks whose auxiliary losses were not multiplied by any scale since the last step."""
 
-    def sites(self) -> tuple[Site, ...]:
-        return (
-            site(
-                "megatron.core.optimizer.optimizer",
-                {
-                    "MixedPrecisionOptimizer.get_loss_scale": after(self._note_ask),
-                    "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan": around(
-                        self._before_division, self._after_division
-                    ),
-                },
-            ),
-        )
+    def sites(self) -> Iterator[Site]:
+        asked, divided = after(self._note_ask), around(self._before_division, self._after_division)
+        divide = "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan"
+        watched = {"MixedPrecisionOptimizer.get_loss_scale": asked, divide: divided}
+        yield site("megatron.core.optimizer.optimizer", watched)
 
     # ------------------------------------------------------------------------ events
     @observes
@@ -95,7 +88,6 @@ class ScaledOnce(Part):
         divided = [] if optimizer.is_stub_optimizer else optimizer._collect_main_grad_data_for_unscaling()
         return any(storage(grad) in buffers for grad in divided)
 
-    @observes
     def begin_call(self, call: Call) -> None:
         """Note a call that will not multiply auxiliary losses by any scale."""
         config = call.chunks[0].config
@@ -104,7 +96,6 @@ class ScaledOnce(Part):
             if config.grad_scale_func is None and _has_unscaled_losses(config):
                 self._unscaled_losses.update(call.chunks)
 
-    @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
         """Note what a loss was multiplied by."""
         if chunk.config.fp16 and not (chunk in self._multiplied_by or chunk in self._asked_for):
@@ -118,7 +109,6 @@ class ScaledOnce(Part):
         return float(scale) in (1.0, *map(float, factors))
 
     # ------------------------------------------------------------------------ judged in the step
-    @observes
     def begin_step(self, step: Step) -> None:
         """Judge the scales of the losses."""
         scaled = [part for part in step.optimizers if getattr(part, "grad_scaler", None) is not None]
@@ -133,7 +123,6 @@ class ScaledOnce(Part):
             what = "auxiliary losses are not multiplied by the loss scale that the optimizer divides by"
             self.ledger.report("scaled-once", "auxiliary", what)
 
-    @observes
     def end_step(self, step: Step) -> None:
         """Forget requests for the scale, for the next step."""
         for part in step.optimizers:

@@ -1,15 +1,19 @@
-"""main-params-agree, kept-between-steps: as a step begins, main parameters are the model's; nothing has changed.
+"""gradients-kept, main-params-agree, kept-between-steps: a step begins with what was left for it.
 
-Watches   the optimizers with main parameters in fp32, as they take the gradients of a step, thus after all that
-          patches put right as a step begins: every MEGAPATCH_AUDIT_EVERY steps (50), and in the step after a load,
-          a save, an exception, a forward-only call, and the making of a model. This rank's part of each parameter
-          is compared with its main parameter, rounded. In other steps it copies a few elements of up to 16
-          parameters, and compares them at the next close look, or as findings are asked for. In all releases. And
-          of each optimizer some elements of its moments, and of the weights of which there is one copy (in fp32),
-          as a step has ended, and as the next one begins. Loads show themselves to LoadedIsThere.
-Limits    FP8 parameters, main parameters on another device, and those that a precision-aware optimizer does not
-          keep in fp32 are not compared. Between steps up to 16 parameters of each optimizer are looked at, 8
-          elements of each; FSDP's are not.
+Watches   finalize_model_grads(), and then the next step of the optimizer, or its prepare_grads(): torch counts the
+          changes of a buffer in between. Changes through .data are not counted: in the steps that are looked at
+          closely 128 elements of a buffer, or more, are compared.
+          And the optimizers with main parameters in fp32, as they take the gradients of a step, after all that
+          patches put right: every MEGAPATCH_AUDIT_EVERY steps (50), and in the step after a load, a save, an
+          exception, a forward-only call, and the making of a model. This rank's part of each parameter is compared
+          with its main parameter, rounded. In other steps it copies a few elements of up to 16 parameters, and
+          compares them at the next close look, or as findings are asked for.
+          And of each optimizer some elements of its moments, and of the weights of which there is one copy (in
+          fp32), as a step has ended, and as the next one begins. Loads show themselves to LoadedIsThere. All this
+          in all releases.
+Limits    changes of other elements of gradients through .data, or by an extension. FP8 parameters, main parameters
+          on another device, and those that a precision-aware optimizer does not keep in fp32 are not compared.
+          Between steps up to 16 parameters of each optimizer are looked at, 8 elements of each; FSDP's are not.
 Cost      reads this rank's parameters and main parameters once in a step that is looked at closely, and the result
           at its end. In the others it copies some elements, and waits for nothing.
 """
@@ -20,14 +24,16 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from .._mcore.bucket_groups import chunks_of
 from .._mcore.main_params import has_memory, pairs
+from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Part, Step
+from ._chunks import grad_buffers
 from ._findings import describe, observes, user_code
-from ._samples import Unread, differences, differs, evenly_of, sample_of
-from ._watching import before, site
+from ._samples import Unread, differences, differs, evenly_of, sample_of, spread_over
+from ._watching import RAISED, around, before, site
 
-_TAKE = "_copy_model_grads_to_main_grads"
 _MAINS, _WEIGHTS, _MOMENTS = "some parameters", "weights in fp32", "moments"
 """What samples are of."""
 
@@ -42,6 +48,10 @@ class _Left(NamedTuple):
 class StepBegins(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
+        self._finished = SideTable()
+        """About a buffer, as its gradients were finished: its counts, and a sample, if it is looked at closely."""
+        self._changed: list[Any] = []
+        """Whether gradients have changed uncounted in the step that is under way, as tensors."""
         self._compared: list[tuple[list[Any], Any, tuple[str, ...]]] = []
         """In this step: parameters, whether each differs from its main parameter, and the user's code then."""
         self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
@@ -50,16 +60,61 @@ class StepBegins(Part):
         self._looks = False
         """Whether the step that is under way is looked at closely."""
 
-    def sites(self) -> tuple[Site, ...]:
-        package = "megatron.core.optimizer"
-        return (
-            site(f"{package}.optimizer", {f"Float16OptimizerWithFloat16Params.{_TAKE}": before(self._compare)}),
-            site(f"{package}.distrib_optimizer", {f"DistributedOptimizer.{_TAKE}": before(self._compare)}),
+    def sites(self) -> Iterator[Site]:
+        package, finalize, take = "megatron.core", "finalize_model_grads", "_copy_model_grads_to_main_grads"
+        yield site(
+            f"{package}.distributed.{finalize}",
+            {finalize: around(self._begin_finishing, self._note_finished)},
+            expected={finalize: ("model", "num_tokens")},
         )
+        prepare = {"MixedPrecisionOptimizer.prepare_grads": before(self._look_at_gradients)}
+        plain = {f"Float16OptimizerWithFloat16Params.{take}": before(self._compare)}
+        yield site(f"{package}.optimizer.optimizer", {**prepare, **plain})
+        sharded = {f"DistributedOptimizer.{take}": before(self._compare)}
+        yield site(f"{package}.optimizer.distrib_optimizer", sharded)
+
+    # ------------------------------------------------------------------------ gradients
+    @observes
+    def _begin_finishing(self, model: Any, num_tokens: Any = None, *_: Any, **__: Any) -> None:
+        for part in self.audit.parts:
+            part.finishing(chunks_of(model) or [], num_tokens)
 
     @observes
+    def _note_finished(self, _: None, result: Any, model: Any, *__: Any, **___: Any) -> None:
+        if result is RAISED:
+            return
+        for buffer in grad_buffers(chunks_of(model) or []):
+            sample = spread_over(buffer.grad_data) if self.audit.looks() and has_memory(buffer.grad_data) else None
+            self._finished.set(buffer, (_counts(buffer), sample))
+
+    @observes
+    def _look_at_gradients(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self._compare_gradients(self.audit.models.stepped_by(optimizer))
+
+    def _compare_gradients(self, chunks: list[Any]) -> None:
+        """Note gradients that were changed since they were finished."""
+        for buffer in grad_buffers(chunks):
+            before = self._finished.pop(buffer, None)  # the step itself may change them
+            if before is None:
+                continue
+            self.ledger.judged["gradients-kept"] += 1
+            counts, sample = before
+            if counts != _counts(buffer):
+                self._report_gradients()
+            elif sample is not None:
+                self._changed.append(differs(sample, spread_over(buffer.grad_data)))
+
+    def _report_gradients(self) -> None:
+        what = "gradients were changed between finalize_model_grads() and the optimizer step"
+        self.ledger.report("gradients-kept", "changed", what)
+
+    def zeroed(self, buffer: Any) -> None:
+        self._finished.pop(buffer, None)
+
+    # ------------------------------------------------------------------------ weights and moments
     def begin_step(self, step: Step) -> None:
-        """Compare what the last step has left with what is there, without waiting for it."""
+        """Compare what was left for the step with what is there, without waiting for it."""
+        self._compare_gradients(step.chunks)
         self._looks = self.audit.looks()
         for optimizer in step.optimizers:
             left = self._left.pop(optimizer, None)
@@ -88,10 +143,12 @@ class StepBegins(Part):
             return False
         return any(map(bool, differences(left.samples[_WEIGHTS], sample_of(_weights(optimizer)))))
 
-    @observes
     def end_step(self, step: Step) -> None:
         """Report differences, and look at what the step has left. Megatron has waited for the GPU by now."""
         compared, self._compared = self._compared, []
+        changed, self._changed = self._changed, []
+        if any(map(bool, changed)):
+            self._report_gradients()
         for parameters, differ, where in compared:
             wrong = [parameter for parameter, differs in zip(parameters, differ.tolist(), strict=True) if differs]
             if wrong:
@@ -102,7 +159,6 @@ class StepBegins(Part):
         for optimizer in step.optimizers:
             self._left[optimizer] = _Left(_samples(optimizer), self.audit.loads)
 
-    @observes
     def judge(self) -> None:
         """Report differences of samples in the steps until now."""
         for what, step in self._unread.read():
@@ -116,10 +172,14 @@ class StepBegins(Part):
         text = f"{what} not what the optimizer's main parameters say, which overwrite the model's"
         self.ledger.report("main-params-agree", "step", text, where, step)
 
-    @observes
     def forget(self) -> None:
         self._compared.clear()
         self._unread.clear()
+
+
+def _counts(buffer: Any) -> tuple[int, int]:
+    """Return two numbers, one of which changes when a buffer is changed in place or gets other memory."""
+    return buffer.grad_data._version, int(buffer.grad_data.untyped_storage().nbytes())
 
 
 # ------------------------------------------------------------------------ main parameters

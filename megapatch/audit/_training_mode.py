@@ -19,8 +19,7 @@ from typing import Any
 
 from .._mcore.side_table import SideTable
 from ._audit import Audit, Call, Part
-from ._findings import observes
-from ._models import has_router_losses
+from ._chunks import has_router_losses
 
 _RATES = ("hidden_dropout", "attention_dropout")
 """Of the config, and of Megatron's and Transformer Engine's layers."""
@@ -58,7 +57,6 @@ class TrainingMode(Part):
         """Return whether anything is dropped in a model that is there and has made a call."""
         return any(self._droppers.get(chunk) for chunk in self.audit.models.chunks)
 
-    @observes
     def begin_call(self, call: Call) -> None:
         """Suspect the models that are in the other mode."""
         for chunk in call.chunks:
@@ -73,7 +71,6 @@ class TrainingMode(Part):
             if any(part.training != call.trains for part in parts):
                 self._suspected.setdefault(call, []).append(_Suspect(model, parts))
 
-    @observes
     def end_call(self, call: Call) -> None:
         """Report a call whose models were in the other mode as they ran, too."""
         wrong = [suspect.has_run(not call.trains) for suspect in self._suspected.pop(call, [])]

@@ -18,7 +18,7 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 from .._pausing.generation import EVENT, PAUSE, RESUME, is_paused
@@ -55,38 +55,25 @@ class WeightSyncs(Part):
         self._left: weakref.WeakKeyDictionary[Any, tuple[str, tuple[str, ...]]] = weakref.WeakKeyDictionary()
         """By client that a failure has left paused: the call that has failed, and where."""
 
-    def sites(self) -> tuple[Site, ...]:
-        pausing = around(self._is_left_paused, self._note_pause)
-        return (
-            site(
-                "megapatch._pausing.generation",
-                {"resume_once": self.watch_resume_once},
-                expected={"resume_once": ("resume", "error", "attempt")},
-            ),
-            *(
-                site(
-                    module,
-                    {f"{client}.{PAUSE}": pausing, f"{client}.{RESUME}": after(self._note_resume)},
-                    optional=lacking,
-                )
-                for module, client, lacking in _SKYRL_CLIENTS
-            ),
-            *(
-                site(module, {_SKYRL_SYNC: self.syncing("inference_engine_client", _SKYRL_SYNC)}, optional=lacking)
-                for module, lacking in _SKYRL_TRAINERS
-            ),
-            site(
-                "areal.infra.remote_inf_engine",
-                {f"{_AREAL}.pause_generation": pausing, f"{_AREAL}.continue_generation": after(self._note_resume)},
-            ),
-            site(
-                "areal.engine.megatron_engine", {_AREAL_SYNC: self.syncing("rollout_engine._engine", _AREAL_SYNC)}
-            ),
-            *(
-                site(f"{framework}.backends.megatron_utils.actor", {_SLIME_SYNC: before(self._compare_with_copy)})
-                for framework in ("slime", "miles")
-            ),
+    def sites(self) -> Iterator[Site]:
+        pausing, resuming = around(self._is_left_paused, self._note_pause), after(self._note_resume)
+        yield site(
+            "megapatch._pausing.generation",
+            {"resume_once": self.watch_resume_once},
+            expected={"resume_once": ("resume", "error", "attempt")},
         )
+        for module, client, lacking in _SKYRL_CLIENTS:
+            yield site(module, {f"{client}.{PAUSE}": pausing, f"{client}.{RESUME}": resuming}, optional=lacking)
+        for module, lacking in _SKYRL_TRAINERS:
+            syncing = self.syncing("inference_engine_client", _SKYRL_SYNC)
+            yield site(module, {_SKYRL_SYNC: syncing}, optional=lacking)
+        engine = {f"{_AREAL}.pause_generation": pausing, f"{_AREAL}.continue_generation": resuming}
+        yield site("areal.infra.remote_inf_engine", engine)
+        syncing = self.syncing("rollout_engine._engine", _AREAL_SYNC)
+        yield site("areal.engine.megatron_engine", {_AREAL_SYNC: syncing})
+        for framework in ("slime", "miles"):
+            sent = {_SLIME_SYNC: before(self._compare_with_copy)}
+            yield site(f"{framework}.backends.megatron_utils.actor", sent)
 
     # ------------------------------------------------------------------------ events
     @observes
@@ -148,7 +135,6 @@ class WeightSyncs(Part):
             timer.daemon = True
             timer.start()
 
-    @observes
     def judge(self) -> None:
         """Report generation that is still paused after a failure."""
         while self._left:

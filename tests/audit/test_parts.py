@@ -12,7 +12,7 @@ import megapatch
 from megapatch._python import places
 from megapatch.audit import _findings, _scaled_once
 from megapatch.audit._audit import Call, Part, Step
-from megapatch.audit._buckets import state_of
+from megapatch.audit._chunks import state_of
 from megapatch.audit._gradients import Gradients
 from megapatch.audit._saves import Saves
 from megapatch.audit._scaled_once import ScaledOnce
@@ -162,7 +162,7 @@ def test_a_bug_of_the_audit_is_told_once(watching, caplog):
     [
         ("/lib/megatron/core/optimizer/optimizer.py", True),
         ("/lib/torch/nn/modules/module.py", True),
-        (os.path.join(os.path.dirname(megapatch.__file__), "audit", "_steps.py"), True),
+        (os.path.join(os.path.dirname(megapatch.__file__), "audit", "_calls.py"), True),
         ("<frozen importlib._bootstrap>", True),
         ("/lib/megatron/training/training.py", False),
         ("/home/me/core/train.py", False),

@@ -191,7 +191,7 @@ def test_where_there_is_no_code_of_the_user_it_is_that_of_the_latest_call(nothin
 
     def call():
         for part in of.parts:
-            if part.name == "audit.steps":
+            if part.name == "audit.calls":
                 part.begin_call(None)
 
     call()

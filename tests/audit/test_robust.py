@@ -14,7 +14,7 @@ from rigs.where import needs_torch
 from megapatch.audit._audit import Call
 from megapatch.audit._calls import Calls
 from megapatch.audit._gathered_when_read import GatheredWhenRead
-from megapatch.audit._tokens_counted import TokensCounted
+from megapatch.audit._microbatches import Microbatches
 
 REPLACED = [
     pytest.param(number, site.module, name, id=f"{site.module}:{name}")
@@ -122,7 +122,7 @@ def test_nothing_is_looked_at_while_a_cuda_graph_is_captured(monkeypatch, caplog
     running, capturing = idle_audit(), [True]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    part = part_of(running, TokensCounted)
+    part = part_of(running, Microbatches)
     part._times["normalizer"] = times = mock.MagicMock()
     for _ in range(2):
         part.judge()

@@ -7,7 +7,7 @@ import torch
 from rigs.audit import Thing, part_of, watcher_of
 
 from megapatch.audit._audit import Step
-from megapatch.audit._buckets import is_zero, state_of
+from megapatch.audit._chunks import is_zero, state_of
 from megapatch.audit._gradients import Gradients
 from megapatch.audit._loaded_is_there import LoadedIsThere
 from megapatch.audit._samples import TENSORS, differences, evenly, sample_of

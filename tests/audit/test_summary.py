@@ -14,9 +14,9 @@ from rigs.command import run
 
 from megapatch._cli.audit import page, read
 from megapatch._cli.main import main
-from megapatch.audit import RULES
-from megapatch.audit._summary import summarize
-from megapatch.audit._words import texts
+from megapatch._reporting.files import attempts
+from megapatch.audit import RULES, _summary
+from megapatch.audit._summary import texts
 
 LINE = "/job/train.py:12 in train"
 
@@ -26,6 +26,10 @@ def found(rule="stepped-once", what="the optimizer steps again", **changes):
     causes = [{"cause": "a loop", "check": "it turns"}]
     patches = [{"name": "a.patch", "reason": "switched off"}]
     return {**data, "where": ["/job/main.py:1 in main", LINE], "causes": causes, "patches": patches, **changes}
+
+
+def summarize(reports):
+    return _summary.summarize(attempts(reports))
 
 
 def report(rank, size=8, findings=(), notes=(), events=None, **changes):
@@ -201,7 +205,7 @@ def test_an_attempt_that_was_killed_is_not_made_well_by_a_clean_one_after_it(tmp
     write(tmp_path, report(0, 2, began=5.0), report(1, 2, began=4.0, seconds=3.0))
     summary, unreadable = read(tmp_path)
     assert [attempt.ranks for attempt in summary.attempts] == [[0], [0, 1]]
-    assert unreadable == [f"rank 1 left no file in {tmp_path}"]
+    assert unreadable == [f"attempt 1 of 2: rank 1 left no file in {tmp_path}"]
     write(tmp_path, report(0, 1, began=5.0))
     (tmp_path / "audit-00001.json").unlink()
     (tmp_path / "audit-00000-1.json").write_text(json.dumps(report(0, 1, ended=False, began=1.0)))
