@@ -91,10 +91,12 @@ def test_the_other_hook_still_loads_its_modules(modules, in_front):
     sys.meta_path.insert(0, finder := Finder(name))
     try:
         importlib.import_module(another)
-        assert importlib.import_module(name).greet("you") == "hello you!"
+        module = importlib.import_module(name)
     finally:
         sys.meta_path.remove(finder)
+    assert module.greet("you") == "hello you!"
     assert seen == [name]
+    assert type(module.__loader__) is type(module.__spec__.loader) is Loader  # ours does not stay in its place
 
 
 def test_what_was_put_into_sys_modules_by_hand_is_missed_until_apply(modules, tmp_path):
