@@ -25,7 +25,8 @@ def load(folder):
     dcp.load(state, storage_reader=reader, no_dist=True)
     if (common := Path(folder, "common.pt")).exists():  # of older Megatrons
         state["common"] = torch.load(common, weights_only=False)
-        del state["common"]["args"]  # which say how megapatch is reached
+        if hasattr(state["common"].get("args"), "custom_megatron_init_path"):
+            del state["common"]["args"]  # slime's, which say how megapatch is reached
     return dict(leaves(state))
 
 
