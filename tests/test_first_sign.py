@@ -30,7 +30,7 @@ NONE = f"megapatch {_version.__version__} applied no patch in this process; `meg
 def signs(*statements, **environment):
     shown = run("-c", "\n".join(statements), **environment)
     assert shown.returncode == 0, shown.stderr
-    return [line for line in shown.stderr.splitlines() if line.startswith("megapatch ")]
+    return [line for line in shown.stderr.splitlines() if line.startswith("megapatch")]
 
 
 def test_the_page_shows_both_lines():
@@ -95,10 +95,13 @@ def test_logging_that_shows_no_info_does_not_count(statement):
     assert signs("import logging", statement, UNPATCHED) == [NONE]
 
 
-@needs_megatron
-def test_the_audits_own_functions_are_no_patches():
-    sign = signs("import megapatch, megatron.core.optimizer", MEGAPATCH_AUDIT="1", MEGAPATCH_DISABLE="*")
-    assert sign == [NONE]
+def test_the_audits_own_functions_are_no_patches(modules, capsys):
+    """They are installed below all patches."""
+    name = modules.write(TARGET)
+    engine = activated(quiet_value="")
+    engine.install_below([make_patch(name)])
+    assert importlib.import_module(name).greet("you") == "hello you!"
+    assert capsys.readouterr().err == ""
 
 
 def test_who_only_imports_megapatch_sees_nothing():
@@ -112,20 +115,30 @@ def test_children_leave_it_to_their_parent():
     assert signs(UNPATCHED, spawn) == []
 
 
-@needs_megatron
-def test_a_child_of_multiprocessing_says_it_where_it_is_known_to_be_rank_0():
-    spawn = "import multiprocessing, os; multiprocessing.process._parent_process = object()"
-    assert signs(spawn, PATCHED) == []
-    assert signs(spawn, "os.environ.update(RANK='0', WORLD_SIZE='2')", PATCHED) == [APPLIED]
+SPAWNED = "import multiprocessing, os; multiprocessing.process._parent_process = object()"
+SIGNED = """
+import megapatch
+from megapatch._engine.engine import this_process
+sign = this_process().first_sign
+sign.applied()
+import logging
+logging.basicConfig(level=logging.INFO)
+print("megapatch" if sign.is_heard() else "", file=sys.stderr)
+"""
 
 
-@needs_megatron
-@pytest.mark.parametrize("environment", [{"RANK": "0", "WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_RANK": "0"}])
-def test_a_process_that_a_rank_has_started_announces_nothing(environment):
-    spawn = "import logging, multiprocessing; multiprocessing.process._parent_process = object()"
-    assert signs(spawn, PATCHED, **environment) == []
-    shown = run("-c", f"{spawn}; logging.basicConfig(level=logging.INFO); {PATCHED}", **environment)
-    assert "megapatch" not in shown.stderr
+@pytest.mark.parametrize(
+    ("statement", "environment", "expected"),
+    [
+        ("", {}, [APPLIED, "megapatch"]),
+        (SPAWNED, {}, ["megapatch"]),  # nobody knows its rank yet
+        (f"{SPAWNED}; os.environ.update(RANK='0', WORLD_SIZE='2')", {}, [APPLIED, "megapatch"]),
+        (SPAWNED, {"RANK": "0", "WORLD_SIZE": "2"}, []),  # a rank has started it
+        (SPAWNED, {"OMPI_COMM_WORLD_RANK": "0"}, []),
+    ],
+)
+def test_a_child_of_multiprocessing_says_it_where_it_is_known_to_be_rank_0(statement, environment, expected):
+    assert signs("import sys", statement, SIGNED, **environment) == expected
 
 
 def test_without_a_standard_error_nothing_breaks_and_standard_output_stays_clean():

@@ -7,14 +7,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from .._engine.settings import AUDIT, matching, unknown_name
+from .._engine.settings import matching, unknown_name
 from .._reporting import terminal
 from .._versions import here
 from ..errors import MegapatchError, RanksFailed, RanksTimedOut
 from ..patches._catalogue import CATALOGUE
 from . import in_ranks
 from .check import CannotRunHere
-from .results import REPAIRED, UNDECIDED, UNFINISHED, WITH, Results, Row, run_check, without_a_run
+from .results import UNDECIDED, UNFINISHED, WITH, Results, Row, run_check, without_a_run
 from .world import Device, Launched, Local, World, gpus, is_launched, lacking, opened
 
 SECONDS = 600.0
@@ -137,26 +137,8 @@ def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float)
         row = Row(name, UNDECIDED, text=UNFINISHED)
         results.rows.append(row)
         run_check(checks[name], row, world, statuses.get(name), seconds, say)
-    _measure(results, world, seconds)
     order = {name: place for place, name in enumerate(chosen)}
     results.rows.sort(key=lambda row: order[row.name])
-
-
-def _measure(results: Results, world: World, seconds: float) -> None:
-    """Measure the cost of the patches whose defects were repaired."""
-    repaired = {row.name: row for row in results.rows if row.outcome == REPAIRED}
-    if not repaired:
-        return
-    say = _progress(world, f"the cost of {terminal.counted(len(repaired), 'patch', 'patches')}")
-    try:
-        measured = world.run(in_ranks.costs, tuple(repaired), env={**WITH, AUDIT: ""}, timeout=seconds)[0]
-    except (RanksFailed, RanksTimedOut) as error:
-        say(f"could not be measured: {error}")
-        return
-    results.step, results.cost = measured
-    if len(repaired) == 1:
-        next(iter(repaired.values())).cost = measured.added
-    say(f"measured in steps of {1000 * measured.step:.1f} ms")
 
 
 def _examine_ranks(world: World, names: list[str], seconds: float) -> in_ranks.Look:

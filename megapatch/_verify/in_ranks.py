@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..errors import RestoreError
 from ..patch import Status
-from .check import DP, CannotRunHere, DefectSeen, Layout
+from .check import CannotRunHere, DefectSeen, Layout
 from .checks import CHECKS
-from .checks._steps import BOTH
 
 
 def _most_telling(status: Status) -> tuple[bool, ...]:
@@ -147,71 +143,3 @@ def last_line(error: Any, kind: str) -> str | None:
             if found and not line.startswith(" "):
                 return str(message)
     return None
-
-
-# ----------------------------------------------------------------------- the cost of patches in an ordinary step
-ROUNDS = 8
-STEPS = 4
-"""Steps that are timed one by one, after one that is not."""
-
-
-class Costs(NamedTuple):
-    """The cost of patches.
-
-    Attributes:
-        step: seconds of an ordinary step.
-        added: the seconds that they add to it together, and by how much that is uncertain; None if they cannot be
-            taken off, because another patch stands on one of them.
-    """
-
-    step: float
-    added: tuple[float, float] | None
-
-
-def costs(rank: int, world_size: int, names: tuple[str, ...]) -> Costs:
-    """Time data-parallel steps with overlap, in turns with these patches and without them. A collective.
-
-    The time is that of the thread that trains. Waiting for other ranks, which varies more than any patch costs, is
-    not in it; neither is the GPU, to which no patch of Megatron's gives work in an ordinary step: see
-    `ordinary-steps`.
-    """
-    from .._api import apply, restore
-
-    quiet()
-    DP.set_up()
-
-    def fastest() -> float:
-        model = DP.model(**BOTH)  # a model that was built with a patch keeps some of its functions
-        model.train_step(0)
-        found = []
-        for step in range(STEPS):
-            started = time.thread_time()
-            model.train_step(step)
-            found.append(time.thread_time() - started)
-        return min(found)
-
-    step = fastest()
-    with_them, without = [], []
-    try:
-        for _ in range(ROUNDS):
-            with_them.append(fastest())
-            restore(*names)
-            without.append(fastest())
-            apply()
-    except RestoreError:
-        return Costs(step, None)
-    return Costs(min(step, *without), difference(with_them, without))
-
-
-def difference(with_them: Sequence[float], without: Sequence[float]) -> tuple[float, float]:
-    """Return the seconds that patches add to a step, and their uncertainty.
-
-    Other work on the machine only adds to a step, so the fastest count. How far half of the rounds are from them
-    says whether they can be relied on: on a busy machine whole rounds are slow, all of their steps.
-
-    Args:
-        with_them: the fastest step of each round with the patches, in seconds.
-        without: the same without them.
-    """
-    uncertain = max(statistics.median(found) - min(found) for found in (with_them, without))
-    return min(with_them) - min(without), uncertain

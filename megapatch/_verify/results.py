@@ -48,7 +48,7 @@ class Row:
         difference: the largest difference to the reference, with megapatch; None where there are no numbers.
         compares: the two sides of the comparison.
         layouts: in which all was well with megapatch.
-        cost: as of the results, if this is the only patch that was repaired.
+        cost: None; schema 1 has the key.
         seconds: that the check took.
         text: why, in words.
     """
@@ -60,7 +60,7 @@ class Row:
     difference: float | None = None
     compares: str = ""
     layouts: list[str] = field(default_factory=list)
-    cost: tuple[float, float] | None = None
+    cost: None = None
     seconds: float = 0.0
     text: str = ""
 
@@ -184,8 +184,6 @@ class Results:
         backend: of torch.distributed.
         processes: number of ranks.
         rows: the outcome of each check.
-        step: the host's seconds in an ordinary step; None if costs were not measured.
-        cost: host seconds that the repaired patches together add to it, and their uncertainty; None if not known.
         stopped: why it ended before the last check; "" if it did not.
     """
 
@@ -194,8 +192,6 @@ class Results:
     backend: str
     processes: int
     rows: list[Row] = field(default_factory=list)
-    step: float | None = None
-    cost: tuple[float, float] | None = None
     stopped: str = ""
 
     @property
@@ -216,8 +212,8 @@ class Results:
             device=self.device,
             backend=self.backend,
             processes=self.processes,
-            step_seconds=self.step,
-            cost=self.cost,
+            step_seconds=None,  # of schema 1, as `cost` is: not measured any more
+            cost=None,
             stopped=self.stopped,
             exit_code=self.exit_code,
             checks=[asdict(row) for row in self.rows],
@@ -225,7 +221,7 @@ class Results:
 
     def text(self, columns: int) -> str:
         """Return the table, the problems, and one sentence on all of it."""
-        body = [*self._table(), *self._cost(), *self._notes(columns)]
+        body = [*self._table(), *self._notes(columns)]
         return "\n".join([*self._head(columns), "", *body, "", self.sentence()])
 
     def sentence(self) -> str:
@@ -267,14 +263,6 @@ class Results:
             for row in shown
         ]
         return table(cells)
-
-    def _cost(self) -> list[str]:
-        if self.step is None or self.cost is None:
-            return []
-        seconds, uncertain = self.cost
-        limit = f"less than {1e6 * (max(seconds, 0) + uncertain):.0f}"
-        cost = limit if seconds < uncertain else f"{1e6 * seconds:.0f}"
-        return [f"cost of the repaired: {cost} us of a step that takes the host {1000 * self.step:.1f} ms"]
 
     def _notes(self, columns: int) -> Iterator[str]:
         for row in self.rows:

@@ -40,7 +40,6 @@ def test_a_defect_is_seen_and_repaired_and_what_is_off_is_not_run():
     ours = checks["megatron.nested-no-sync"]
     assert (ours["seen"], ours["repaired"], ours["layouts"]) == (True, True, ["dp", "pp2", "tp2", "ep2"])
     assert 0 <= ours["difference"] <= 1e-5
-    assert ours["cost"] is not None
     assert "[1/1] megatron.nested-no-sync: defect seen" in shown.stderr
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megapatch._verify import in_ranks, results
+from megapatch._verify import results
 from megapatch._verify.check import Check
 from megapatch._verify.in_ranks import PatchStatus, ScenarioResult
 from megapatch._verify.results import Results
@@ -132,11 +132,10 @@ def test_the_table():
     off = results.Row("megatron.b", "disabled", text="switched off by MEGAPATCH_DISABLE=megatron.b")
     here = [results.Row(f"roll.{name}", results.NOT_HERE) for name in ("grad-scale", "overflow-is-skipped")]
     here.append(results.Row("skyrl.grad-scale", results.NOT_HERE))
-    found = shown(repaired, off, *here, step=0.0042, cost=(30e-6, 4e-6))
+    found = shown(repaired, off, *here)
     text = found.text(80)
     assert "2 processes on CPU (gloo)" in " ".join(text.split())
     assert "megatron.a  repaired  yes          well            equal to 1e-08\n" in text
-    assert "cost of the repaired: 30 us of a step that takes the host 4.2 ms\n" in text
     assert "megatron.b: disabled: switched off by MEGAPATCH_DISABLE" in text
     assert "not here, as it is not installed: roll.*, skyrl.grad-scale\n" in text
     assert "all well: 1 defect was seen without megapatch and repaired with it; switched off: megatron.b" in text
@@ -152,7 +151,7 @@ def test_the_page_shows_what_is_printed():
             ("train-step", results.RIGHT, None),
         )
     ]
-    printed = shown(*rows, step=0.0117, cost=(0.0, 8946e-6)).text(100)
+    printed = shown(*rows).text(100)
     page = (Path(__file__).parents[2] / "docs/first-ten-minutes.md").read_text()
     assert f"```text\n{printed.partition(chr(10) * 2)[2]}\n```" in page
 
@@ -170,7 +169,7 @@ def test_verifys_own_page_shows_what_is_printed():
     ]
     away = [family for family in CATALOGUE if family != "megatron"]
     rows += [results.Row(name, results.NOT_HERE) for family in away for name in CATALOGUE[family]]
-    printed = shown(*rows, step=0.0308, cost=(0.0, 9861e-6)).text(100)
+    printed = shown(*rows).text(100)
     printed = printed.partition("\n\n")[2].partition("all well")[0]
     assert [line.split() for line in printed.splitlines()] == [
         line.split() for line in block.partition("\n\n")[2].partition("all well")[0].splitlines() if line != "..."
@@ -196,18 +195,6 @@ def test_what_is_not_here_is_not_well():
         "nothing was verified: none of what these patches are for is installed: skyrl.grad-scale"
     )
     assert found.exit_code == 2
-
-
-def test_a_cost_that_is_lost_in_the_noise_is_a_limit():
-    assert "less than 5 us" in shown(step=0.01, cost=(-3e-6, 5e-6)).text(80)
-
-
-def test_on_a_busy_machine_a_cost_is_a_limit_too():
-    """Rounds as measured while others worked: what is slow is the round, and not the patch."""
-    cost = in_ranks.difference([13.0e-3, 13.1e-3, 10.0e-3, 13.0e-3], [10.1e-3, 10.1e-3, 10.2e-3, 10.0e-3])
-    assert "less than 3000 us" in shown(step=0.01, cost=cost).text(80)
-    cost = in_ranks.difference([10.31e-3, 13.30e-3, 10.3e-3, 10.30e-3], [10.0e-3, 13.0e-3, 10.0e-3, 10.0e-3])
-    assert ": 300 us" in shown(step=0.01, cost=cost).text(80)  # the rounds agree
 
 
 def test_json_has_all_of_it():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..check import Check
-from . import checkpoints, gradients, loads, process, train_step, training, weight_sync
+from . import checkpoints, gradients, loads, process, train_step, training
 
 CHECKS: tuple[Check, ...] = (
     *gradients.CHECKS,
@@ -12,5 +12,4 @@ CHECKS: tuple[Check, ...] = (
     *process.CHECKS,
     *training.CHECKS,
     *train_step.CHECKS,
-    *weight_sync.CHECKS,
 )
