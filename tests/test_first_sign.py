@@ -110,7 +110,13 @@ def test_a_child_of_multiprocessing_says_it_where_it_is_known_to_be_rank_0():
 
 
 @needs_megatron
-@pytest.mark.parametrize("environment", [{"RANK": "0", "WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_RANK": "0"}])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        pytest.param({"OMPI_COMM_WORLD_RANK": "0"}, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_process_that_a_rank_has_started_announces_nothing(environment):
     spawn = "import logging, multiprocessing; multiprocessing.process._parent_process = object()"
     assert signs(spawn, PATCHED, **environment) == []
