@@ -105,10 +105,9 @@ class paused_generation:
     way to keep it out of there.
 
     Results of `pause` and `resume` are waited for: an awaitable such as Ray's ObjectRef, a
-    `concurrent.futures.Future`, and each of several in a collection, a dataclass or a SimpleNamespace. None,
-    numbers, text, the response of an HTTP client, and objects that have only such attributes are results. Anything
-    else, such as a generator or a thread, may stand for work that cannot be waited for. It is a MisuseError, as a
-    failure of that call.
+    `concurrent.futures.Future`, and each of several in a dict, list, tuple or set. A generator, in which nothing
+    may have run, is a MisuseError, as a failure of that call. Anything else is a result: a function that returns
+    another handle of its work, such as a thread, has to wait for it itself.
 
     A CancelledError that the client raises by itself is a failure like others, as a MegapatchError.
 

@@ -105,7 +105,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--ci",
         action="store_true",
-        help="without those marked nightly; modules take turns with Megatrons and Pythons: tests/rigs/where.py",
+        help="without those marked nightly; each module with its share of Megatrons: tests/rigs/where.py",
     )
 
 

@@ -1,14 +1,12 @@
-"""Other people's failures: a signal handler's or another thread's, those of metadata beside ours."""
+"""Other people's failures: Ctrl-C and SIGTERM while a patch is looked at, those of metadata beside ours."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -21,51 +19,22 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends itself si
 
 
 # ------------------------------------------------------------------------------------------ signals
-class Stop(Exception):
-    pass
-
-
-def leave(*ignored):
-    sys.exit(143)
-
-
 def leave_for_good(number, frame):
     signal.signal(number, signal.SIG_DFL)
     raise SystemExit(143)
 
 
-def alarm(*ignored):
-    raise Stop
-
-
-def send(kind):
-    """Raise as func_timeout and stopit do from another thread, and as those who end a thread do."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(kind))
-
-
-HANDLERS = [
-    (leave, SystemExit),
-    (leave_for_good, SystemExit),
-    (alarm, Stop),
-    (None, KeyboardInterrupt),
-    (Stop, Stop),
-    (SystemExit, SystemExit),
-]
-
-
-@pytest.mark.parametrize(("handler", "raised"), HANDLERS)
+@pytest.mark.parametrize(("handler", "raised"), [(leave_for_good, SystemExit), (None, KeyboardInterrupt)])
 @pytest.mark.parametrize("where", ["diagnosis", "factory", "entry point"])
 def test_what_comes_from_outside_is_not_the_patchs(where, handler, raised, modules, monkeypatch):
     """Slurm ends a job while Megatron is imported; a caller that survives that gets the patch afterwards."""
     number = signal.SIGTERM if handler else signal.SIGINT
-    is_sent = isinstance(handler, type)
-    before = signal.signal(number, signal.SIG_DFL if is_sent else handler or signal.default_int_handler)
+    before = signal.signal(number, handler or signal.default_int_handler)
     once = [number]
 
     def interrupted():
         if once:
-            number = once.pop()
-            send(handler) if is_sent else os.kill(os.getpid(), number)
+            os.kill(os.getpid(), once.pop())
             for _ in range(1000):  # until it is delivered
                 pass
 

@@ -178,6 +178,22 @@ def a_partial(below):
     return functools.partial(below)
 
 
+def an_argument_of_a_partial(below):
+    return functools.update_wrapper(functools.partial(_call, below), below)
+
+
+def an_option_of_a_partial(below):
+    return functools.update_wrapper(functools.partial(_call_by_name, function=below), below)
+
+
+def _call(function, *args):
+    return function(*args)
+
+
+def _call_by_name(*args, function):
+    return function(*args)
+
+
 def a_proxy(below):
     return wrapt.FunctionWrapper(below, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
 
@@ -210,6 +226,8 @@ CALLS = [
         InstanceThatCalls,
         InstanceByWrapped,
         a_partial,
+        an_argument_of_a_partial,
+        an_option_of_a_partial,
         a_proxy,
         a_context_manager,
     ),
@@ -220,12 +238,15 @@ CALLS = [
 @pytest.mark.parametrize("wrap", LIES, ids=lambda wrap: wrap.__name__)
 def test_a_wrapper_that_never_calls_ours_has_overwritten_it(wrap, target, caplog):
     engine = activated(make_patch(target.__name__))
-    target.greet = wrap(target.greet)
+    ours = target.greet
+    target.greet = wrap(ours)
     assert target.greet("you") == "hello from another"
     assert status_of(engine) == "overwritten"
     (patch,) = make_report(engine.records).patches
     assert patch.sites[0].targets == ()
     assert "replaced after megapatch" in caplog.text
+    target.greet = ours  # as a mock ends
+    assert status_of(engine) == "applied"
 
 
 @pytest.mark.parametrize("wrap", CALLS, ids=lambda wrap: wrap.__name__)

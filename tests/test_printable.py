@@ -145,6 +145,11 @@ def test_no_secret_no_control_character_and_no_forged_line_goes_out(patching, da
             json.loads(output)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_secret_is_hidden_however_it_is_written(way):
+    assert "zqSecret123456789012345" not in _printable.without_secrets(way.format("zqSecret123456789012345"))
+
+
 @settings(deadline=None)
 @given(PASSWORD, st.sampled_from(URLS), ANY, ANY)
 def test_no_part_of_a_password_is_left_in_a_url(password, url, before, after):

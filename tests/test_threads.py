@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -143,3 +144,13 @@ def test_threads_that_import_a_package_and_its_module_at_once(tmp_path):
     assert done.stdout.splitlines() == [f"{package} hello you! applied applied" for package in packages], (
         done.stderr
     )
+
+
+@pytest.mark.nightly
+def test_the_report_for_wrapt_shows_what_it_says():
+    """When this fails, wrapt has the repair: see docs/upstream."""
+    page = Path(__file__).parents[1] / "docs" / "upstream" / "wrapt-import-deadlock.md"
+    (reproducer, _) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    for arguments, said in ((), "both wait\n"), (("--plain",), "both done\n"):
+        command = [sys.executable, "-c", reproducer, *arguments]
+        assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout == said

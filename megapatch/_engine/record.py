@@ -14,7 +14,6 @@ from .._python import finding
 from .._version import see
 from ..patch import Patch, PatchInfo, Status, Verdict
 from . import watch
-from .edges import comes_from_outside
 
 if TYPE_CHECKING:
     from .holders import Holder
@@ -156,8 +155,6 @@ class Unloaded(Record):
             return ()
         try:
             return tuple(self._load())
-        except BaseException as error:
-            if comes_from_outside(error):
-                raise
+        except Exception as error:
             self.fail(error)  # must not break the user's import
             return ()

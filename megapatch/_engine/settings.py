@@ -43,6 +43,8 @@ SAME_NUMBERS = "@same-numbers"
 _MOST_NAMES = 9
 """Names that a sentence lists one by one."""
 _OFF, _ON = ("", "0", "false", "no", "off"), ("1", "true", "yes", "on")
+WORDS = (*_OFF, *_ON, RAISE, SAME_NUMBERS)
+"""What a variable may hold besides numbers, and names of patches and rules."""
 
 
 def matching(pattern: str, known: Iterable[str]) -> list[str]:

@@ -12,7 +12,6 @@ from types import ModuleType
 
 from ..patch import Patch, PatchInfo, Site, Status, Verdict
 from . import holders
-from .edges import comes_from_outside
 from .holders import Holder
 from .install import check_current, install, rebind, rollback, uninstall
 from .record import NOT_IMPORTED, Off, Record
@@ -57,7 +56,7 @@ class SiteRecord(Record):
     def consider(self, module: ModuleType, wait: bool = True) -> bool:
         """Diagnose the loaded module, and install the targets if needed. Return whether `rebind` has to follow.
 
-        Raises only exceptions from outside, such as KeyboardInterrupt.
+        Raises only exceptions that end a program, such as KeyboardInterrupt.
 
         Args:
             wait: whether to wait for another thread that is considering the site. Not where this thread holds an
@@ -90,7 +89,7 @@ class SiteRecord(Record):
 
         Only then the site is applied. Return whether this call has done it.
 
-        Raises only exceptions from outside, such as KeyboardInterrupt.
+        Raises only exceptions that end a program, such as KeyboardInterrupt.
         """
         with self.lock:
             # Otherwise another thread has done it, or has restored, and perhaps installed again.
@@ -108,21 +107,20 @@ class SiteRecord(Record):
     def _all_or_none(self, change: Callable[[], None]) -> None:
         """Make a change; if anything goes wrong, leave nothing of ours.
 
-        A bug is recorded; Ctrl-C, and a signal handler's exception, is raised.
+        A bug is recorded; Ctrl-C, and the SystemExit of a signal handler, is raised.
         """
         try:
             change()
-        except BaseException as error:
-            if comes_from_outside(error):
-                self._rollback()
-                self.set(Status.PENDING, NOT_IMPORTED)
-                raise
-            # a bug of ours must not break the user's import
+        except Exception as error:  # a bug of ours must not break the user's import
             self.fail(error)
             try:
                 self._rollback()
             except Exception as another:
                 self.fail(another)
+        except BaseException:
+            self._rollback()
+            self.set(Status.PENDING, NOT_IMPORTED)
+            raise
 
     def _judge_and_install(self, module: ModuleType) -> None:
         self._rollback()  # the rest of an attempt that failed
@@ -270,7 +268,7 @@ def consider(sites: Iterable[tuple[SiteRecord, ModuleType, bool]]) -> list[SiteR
         for record in fresh:
             with contextlib.suppress(BaseException):  # this one again
                 record.abandon(error)
-        if not fresh or not isinstance(error, Exception) or comes_from_outside(error):
+        if not fresh or not isinstance(error, Exception):
             raise
     return []
 

@@ -1,28 +1,19 @@
 """Wait for the result of a call, of any kind: one rule for pauses, resumes, weight syncs and a pump's calls.
 
-awaitable                            awaited, then its result is looked at; Ray's ObjectRef is one
-`concurrent.futures.Future`          likewise, as of an executor or of `asyncio.run_coroutine_threadsafe`
-collection, dataclass, namespace     each of its values, all of them even when one fails. Where the caller ignores
-                                     the result, collections that are not Python's own are not read
-None, numbers, text, dates, arrays   a result; so is the response of an HTTP client
-iterator, function, a handle         MisuseError: nothing in the first two may have run, and nobody knows how to
-                                     wait for the third (torch's Work, a thread, a process, a pool's AsyncResult)
-anything else                        a result if all of its attributes are, or if the caller ignores it; else
-                                     MisuseError
+awaitable                       awaited, then its result is looked at; Ray's ObjectRef is one
+`concurrent.futures.Future`     likewise, as of an executor or of `asyncio.run_coroutine_threadsafe`
+dict, list, tuple, set          each of its values, all of them even when one fails
+generator                       MisuseError: nothing in it may have run
+anything else                   a result
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from enum import Enum
-from numbers import Number
-from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
+from collections.abc import Callable, Coroutine, Sequence
+from types import AsyncGeneratorType, GeneratorType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .._version import see
@@ -36,19 +27,7 @@ log = logging.getLogger("megapatch")
 Call = Callable[..., object]
 Outcome = tuple["Exception | None", "BaseException | None"]
 _T = TypeVar("_T")
-
-_VALUES = (
-    *(type(None), Number, str, bytes, bytearray, range, Enum, BaseException),
-    *(datetime.date, datetime.time, datetime.timedelta),
-)
-_OWN = (dict, list, tuple, set, frozenset)
-_NOT_BEGUN = (
-    *(FunctionType, BuiltinFunctionType, MethodType, functools.partial),
-    *(contextlib._GeneratorContextManager, contextlib._AsyncGeneratorContextManager),
-)
-_ENDED = ("done", "ready", "poll", "is_alive", "is_completed")
-_WAITS = ("wait", "result", "join")
-"""A handle of work that is under way has a method of each kind."""
+_NOT_BEGUN = (GeneratorType, AsyncGeneratorType)
 
 
 def is_remote(call: Callable[..., object]) -> bool:
@@ -72,64 +51,6 @@ def _is_concurrent(kind: type) -> bool:
     return futures is not None and issubclass(kind, futures.Future)
 
 
-def _is_value(kind: type) -> bool:
-    return issubclass(kind, _VALUES) or (hasattr(kind, "dtype") and hasattr(kind, "shape"))
-
-
-def _is_response(result: object) -> bool:
-    """Return whether it looks like a response of requests, httpx, aiohttp or urllib."""
-    return hasattr(result, "headers") and (hasattr(result, "status_code") or hasattr(result, "status"))
-
-
-def _parts(result: object) -> list[Any] | None:
-    """Return the values in a collection or a record, and None for anything else."""
-    if isinstance(result, dict):
-        return list(dict.values(result))
-    if isinstance(result, Mapping):
-        return list(result.values())
-    if isinstance(result, Collection):
-        return list(result)
-    # Not by dataclasses, which takes a millisecond to import: where it is not loaded nobody has any.
-    is_record = isinstance(result, SimpleNamespace) or hasattr(type(result), "__dataclass_fields__")
-    return _attributes(result) if is_record else None
-
-
-def _attributes(result: object) -> list[Any]:
-    slots = (name for kind in type(result).__mro__ for name in vars(kind).get("__slots__", ()))
-    names = {*getattr(result, "__dict__", ()), *slots} - {"__dict__", "__weakref__"}
-    return [getattr(result, name) for name in names if hasattr(result, name)]
-
-
-def _are_data(values: Iterable[Any], above: tuple[int, ...] = ()) -> bool:
-    """Return whether nothing in these values can be under way."""
-    for value in values:
-        if _is_value(type(value)) or _is_response(value) or id(value) in above:
-            continue
-        parts = _parts(value)
-        if parts is None or not _are_data(parts, (*above, id(value))):
-            return False
-    return True
-
-
-def _wrong_with(result: object, parts: list[Any] | None, ignored: bool) -> str | None:
-    """Say what is wrong with a result, if it may stand for work that cannot be waited for.
-
-    Looks at the type, because a mock has every attribute.
-    """
-    kind = type(result)
-    if issubclass(kind, _NOT_BEGUN) or hasattr(kind, "__next__") or hasattr(kind, "__anext__"):
-        return f"a {kind.__name__}, in which nothing may have run"
-    ended, waits = (any(callable(getattr(kind, name, None)) for name in names) for names in (_ENDED, _WAITS))
-    if ended and waits:
-        return f"a {kind.__name__}, which may be under way"
-    if parts is not None or ignored:
-        return None
-    attributes = _attributes(result)
-    if waits or not attributes or not _are_data(attributes):
-        return f"a {kind.__name__}, and nobody can say whether its work is done"
-    return None
-
-
 async def top_of(result: Any) -> Any:
     """Wait for a result itself, not for its contents: it may be data."""
     while is_under_way(result):
@@ -141,43 +62,40 @@ async def top_of(result: Any) -> Any:
     return result
 
 
-async def finished(result: Any, what: str = "the call", ignored: bool = False) -> Any:
+async def finished(result: Any, what: str = "the call") -> Any:
     """Return a result when nothing in it is under way any more; see the top of this module.
 
     Args:
         result: of a call that does something, rather than of one that returns data.
         what: the call, in messages.
-        ignored: whether an object of an unknown kind is a result: that of a call that waits for its work itself.
 
     Raises:
-        MisuseError: it may stand for work that cannot be waited for.
+        MisuseError: it is a generator.
         Exception: the first failure, when all else has ended, too. The others are logged.
     """
-    return await _finished(result, what, ignored, set())
-
-
-async def _finished(result: Any, what: str, ignored: bool, above: set[int]) -> Any:
     result = await top_of(result)
-    if _is_value(type(result)) or _is_response(result) or id(result) in above:
-        return result
-    parts = _parts(result) if isinstance(result, _OWN) or not ignored else None  # reading may do anything
-    if (wrong := _wrong_with(result, parts, ignored)) is not None:
+    if isinstance(result, _NOT_BEGUN):
         raise MisuseError(
-            f"{what} returned {wrong}. Wrap the call in a function, or a coroutine function, that waits until the "
-            "work is done and returns None"
+            f"{what} returned a {type(result).__name__}, in which nothing may have run. Wrap the call in a "
+            "function, or a coroutine function, that waits until the work is done and returns None"
         )
-    if parts is None or all(map(_is_value, set(map(type, parts)))):
+    if _is_done(result):
         return result
     import asyncio
 
-    waits = (_finished(part, what, ignored, {*above, id(result)}) for part in parts)
-    found = await asyncio.gather(*waits, return_exceptions=True)
+    found = await asyncio.gather(*(finished(part, what) for part in _parts(result)), return_exceptions=True)
     _raise_first(what, found)
+    return dict(zip(result, found, strict=True)) if isinstance(result, dict) else found
+
+
+def _parts(result: object) -> list[Any]:
     if isinstance(result, dict):
-        return dict(zip(result, found, strict=True))
-    if isinstance(result, tuple):
-        return tuple(found)
-    return found if isinstance(result, (list, set, frozenset)) else result
+        return list(result.values())
+    return list(result) if isinstance(result, (list, tuple, set, frozenset)) else []
+
+
+def _is_done(result: object) -> bool:
+    return not is_under_way(result) and not isinstance(result, _NOT_BEGUN) and all(map(_is_done, _parts(result)))
 
 
 def _raise_first(what: str, found: Sequence[Any]) -> None:
@@ -307,7 +225,7 @@ async def result_of(result: Any, what: str, data: bool = False) -> Any:
     Args:
         what: the call, in messages.
         data: whether the call returns data; objects in it are not waited for. Otherwise the result is waited for
-            as `finished` does, and an object of an unknown kind is let be.
+            as `finished` does.
 
     Raises:
         MegapatchError: the call was cancelled, and not by its caller.
@@ -315,7 +233,7 @@ async def result_of(result: Any, what: str, data: bool = False) -> Any:
 
     if result is None or (data and not is_under_way(result)):
         return result
-    waiting = top_of(result) if data else finished(result, what, ignored=True)
+    waiting = top_of(result) if data else finished(result, what)
     task, cancelled = await _run_to_end(waiting, result, True)
     failure = _failure_of(task, what)
     if cancelled is not None:

@@ -184,7 +184,7 @@ class RayTrainer:
 
     async def _in_step(self, method: str, *args: Any) -> list[Any]:
         try:
-            found: list[Any] = await finished(await self.on_all_ranks(method, *args), f"{method}()", ignored=True)
+            found: list[Any] = await finished(await self.on_all_ranks(method, *args), f"{method}()")
             return found
         except Exception as error:
             try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import pytest
 from rigs.command import run, terminal
@@ -18,6 +20,7 @@ from megapatch._engine.advice import ISSUE_TRACKER
 from megapatch._reporting.report import PatchReport, Report, SiteReport, make_report
 from megapatch.patch import PatchInfo, Status
 from megapatch.patches import PATCHES
+from megapatch.patches._diagnosis import cannot_run
 from megapatch.reach._run.site import sitecustomize
 
 # A stand-in for Megatron where only the command line is under test.
@@ -199,8 +202,8 @@ def test_a_report_has_the_tracebacks(fake_megatron):
         "from megapatch._cli.main import main\nsys.exit(main(['doctor', '--report', '-']))"
     )
     shown = run("-c", script, path=fake_megatron(DDP))
-    assert "      <string>:3 in broken\n    ZeroDivisionError\n" in shown.stdout
-    assert "      megapatch/_engine/" in shown.stdout
+    _, _, failed = shown.stdout.partition(": failed\n    ZeroDivisionError\n      megapatch/_engine/")
+    assert "\n      <string>:3 in broken\n" in failed
 
 
 SECRETS = (
@@ -213,6 +216,13 @@ SECRETS = (
     "https://hooks.example/services/T0/zq7",
     "https://x.example/c?sv=1&sig=zq8",
     "/home/zq9/run.py",
+    "zq10",
+    "[!zq11]*",
+    "zqError",
+    "x\nzqError: zq12",
+    "Command '['serve', '--hf-token', 'zq13']' returned non-zero exit status 1.",
+    "login(token='zq14')",
+    'x\n  File "/home/zq15.py", line 1, in zq16',
 )
 
 
@@ -220,13 +230,15 @@ SECRETS = (
 def test_a_report_has_nothing_that_is_not_known_to_be_fine(secret, monkeypatch):
     """No list of shapes of secrets: others' sentences, values and paths are not in it."""
     monkeypatch.setenv("MEGAPATCH_TOKEN", secret)
-    trace = f'Traceback\n  File "/home/zq/run.py", line 7, in f\n    g("{secret}")\nValueError: {secret}\n{secret}'
+    trace = f'Traceback\n  File "{__file__}", line 7, in f\n    g("{secret}")\nValueError: {secret}\n{secret}'
     sites = [
         SiteReport("a.b", status, reason, None, ("a.b:f",), (secret,), (secret,), (secret,), trace)
         for status, reason in (
             (Status.FAILED, f"ValueError: {secret}"),
             (Status.FAILED, f"TimeoutExpired: {secret}"),
             (Status.PENDING, f"cannot be imported: Odd: {secret}"),
+            (Status.REFUSED, cannot_run("f()", TimeoutExpired(secret, 1)).reason),
+            (Status.REFUSED, cannot_run("f()", KeyError(secret)).reason),
         )
     ]
     patches = tuple(
@@ -237,7 +249,7 @@ def test_a_report_has_nothing_that_is_not_known_to_be_fine(secret, monkeypatch):
     found = examination.Examination(
         report=Report(patches, {"torch": secret}),
         packages=[Package("torch", secret, "vcs", secret, secret)],
-        settings=[("MEGAPATCH_REPORT", secret, secret), ("MEGAPATCH_DISABLE", secret, secret)],
+        settings=[(f"MEGAPATCH_{name}", secret, secret) for name in ("REPORT", "DISABLE", "AUDIT_ACCEPT")],
         reach={"Ray": secret},
         problems=[secret],
         exit_code=1,
@@ -246,8 +258,40 @@ def test_a_report_has_nothing_that_is_not_known_to_be_fine(secret, monkeypatch):
     assert "zq" not in text
     assert "failed       megatron.a\n  a.b: failed\n    ValueError\n    replaced a.b:f\n    rebound: 1\n" in text
     assert "    TimeoutExpired\n" in text
-    assert "      run.py:7 in f\n    ValueError\n" in text
+    assert "test_doctor.py:7 in f\n" in text
     assert "    cannot be imported: Odd\n" in text and "MEGAPATCH_TOKEN is set and means nothing" in text
+    assert "    expected f() to run on a stand-in; it raises TimeoutExpired\n" in text
+
+
+def test_a_report_has_the_words_of_settings_that_megapatch_knows(monkeypatch):
+    values = {"DISABLE": "slime.*,megatron.train-reentry", "ONLY": "@same-numbers", "AUDIT": "raise"}
+    values |= {"AUDIT_ACCEPT": "fresh-counts", "AUDIT_EVERY": "7", "STRICT": "1", "REPORT": "/scratch/r"}
+    found = examination.Examination(
+        report=make_report([]),
+        packages=[
+            Package("torch", "2.13.0+cpu", "installed", "", None),
+            Package("x", "1 (source)", "", "", "ab" * 20),
+        ],
+        settings=[(f"MEGAPATCH_{name}", value, "") for name, value in values.items()],
+        reach={},
+        problems=[],
+        exit_code=0,
+    )
+    nowhere = (SiteReport("a", Status.NOT_INSTALLED, "", None, (), (), (), (), None),)
+    names = [PatchReport(PatchInfo(patch.name, "", None, (), False), nowhere) for patch in PATCHES]
+    text = markdown(found._replace(report=found.report._replace(patches=tuple(names))))
+    assert "| torch | 2.13.0+cpu | installed | - |" in text and f"| x | 1 (source) |  | {'ab' * 20} |" in text
+    for name, value in values.items():
+        assert f"- `MEGAPATCH_{name}={value if name != 'REPORT' else '(left out)'}`" in text
+
+
+def test_every_reason_that_ends_with_an_exception_is_worded_alike():
+    """`cannot_run` has the words by which a report leaves the message out."""
+    folder = Path(examination.__file__).parents[2] / "patches"
+    worded = [
+        path.name for path in folder.rglob("*.py") if re.search(r"Verdict\(.*\{(type\()?error", path.read_text())
+    ]
+    assert worded == ["_diagnosis.py"]
 
 
 def test_doctor_tells_why_for_each_site(fake_megatron):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 if "--with-megapatch" in sys.argv:
     from megapatch.reach.ray import compose_into_init
 
-    compose_into_init()  # as docs/nemo_rl.md has it
+    compose_into_init()  # as docs/reach.md has it
 import torch
 from nemo_rl.algorithms import grpo
 from nemo_rl.algorithms.loss import loss_functions

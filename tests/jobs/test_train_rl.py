@@ -49,8 +49,14 @@ def logits(job):
     return [line for line in job.printed["1/stdout.log"] if line.startswith("JOB")]
 
 
-def test_the_loop_ends_as_plain(tmp_path, policy):
-    plain, patched = loop(tmp_path, policy, BOTH)
+@pytest.mark.parametrize(
+    "setting",
+    ["", "--rl-offload-optimizer-during-inference", "--pipeline-model-parallel-size 2"],
+    ids=["both overlaps", "optimizer offload", "PP 2"],
+)
+def test_the_loop_ends_as_plain(tmp_path, policy, setting):
+    plain, patched = loop(tmp_path, policy, f"{BOTH} {setting}")
+    assert logits(plain)
     assert "megatron.gathered-when-read" in patched.applied
     assert_alike(plain, patched)
 

@@ -1,7 +1,8 @@
 """Megatron's GRPO loop, train_rl.py of a checkout, with stand-ins for its inference engine and environments.
 
-train_rl.py SCRIPT [flags]: each time the loop resumes the engine, it prints its model's logits for fixed tokens.
-Rollouts are drawn by iteration. Attention on CPU takes no packed sequences, and NullTokenizer has no padding.
+train_rl.py SCRIPT [flags]: each time the loop resumes the engine, it prints its model's logits for fixed tokens,
+and of a later pipeline stage those for fixed hidden states. Rollouts are drawn by iteration. Attention on CPU
+takes no packed sequences, and NullTokenizer has no padding.
 """
 
 import functools
@@ -15,6 +16,7 @@ if os.environ.get("JOB_IMPORT"):
 if __name__ != "__mp_main__":  # as in pretrain_gpt.py
     import torch
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+    from megatron.core.utils import unwrap_model
     from megatron.rl import rl_utils
     from megatron.rl.agent.api import RolloutGroup, TokenRollout
     from megatron.training import get_tokenizer
@@ -32,6 +34,9 @@ class Engine:
 
     async def resume(self):
         tokens = torch.arange(64).reshape(2, 32) * 7 % 97 + 1
+        stage = unwrap_model(self.model)
+        if not stage.pre_process:
+            stage.set_input_tensor(torch.ones(32, 2, stage.config.hidden_size, dtype=stage.config.params_dtype))
         with torch.no_grad():
             logits = self.model(tokens, torch.arange(32).expand(2, 32), None, runtime_gather_output=True)
         print(f"JOB epoch {self.epoch}: logits {logits.double().abs().sum().item():.6f}", flush=True)

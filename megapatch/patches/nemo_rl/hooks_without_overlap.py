@@ -23,8 +23,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ..._mcore.known import CONFIG, arguments_of, is_a
-from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes, missing_parameters
+from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_parameters
 
 MODULES = ("megatron.bridge.training.setup", "nemo.tron.setup")
 UPDATE = "_update_model_config_funcs"
@@ -46,7 +46,7 @@ def diagnose(module: ModuleType) -> Verdict:
     try:
         unpatched(getattr(module, UPDATE))([ddp], found, off, SimpleNamespace(scale_loss=None))
     except Exception as error:
-        return Verdict(UNKNOWN, f"expected {UPDATE}() to set hooks; it raised {type(error).__name__}: {error}")
+        return cannot_run(f"{UPDATE}()", error)
     made = [name for name in HOOKS if getattr(found, name) is not None]
     if made:
         return Verdict(NEEDED, f"{UPDATE}() sets {' and '.join(made)} though overlap_grad_reduce is off")

@@ -207,7 +207,7 @@ def _of_make():
 
 
 # ------------------------------------------------------------------------------------------ what is left running
-def _end_what_is_left(folder, patience):
+def _end_what_is_left(folder, patience=1):
     """Kill the processes of the job in this folder that are left, and return what each runs.
 
     They are known by their environment: torchrun gives each rank a session of its own, and Ray each process.
