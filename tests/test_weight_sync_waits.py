@@ -92,16 +92,28 @@ async def asynchronous_generator():
     yield
 
 
+class Work:
+    """As torch.distributed's."""
+
+    def is_completed(self): ...
+
+    def wait(self): ...
+
+
 UNWAITABLE = {
     "generator": lambda: (engine for engine in ()),
     "async generator": asynchronous_generator,
     "list of generators": lambda: ["ok", [(engine for engine in ())]],
+    "method": lambda: Engines().work,
+    "work": Work,
+    "list of work": lambda: ["ok", [Work()]],
+    "thread": lambda: threading.Thread(target=str),
 }
 
 
 @pytest.mark.parametrize("how", ["with", "async with"])
 @pytest.mark.parametrize("kind", UNWAITABLE)
-def test_what_may_not_have_run_is_refused(kind, how):
+def test_what_cannot_be_waited_for_is_refused(kind, how):
     calls = []
 
     def body():

@@ -3,7 +3,8 @@
 awaitable                       awaited, then its result is looked at; Ray's ObjectRef is one
 `concurrent.futures.Future`     likewise, as of an executor or of `asyncio.run_coroutine_threadsafe`
 dict, list, tuple, set          each of its values, all of them even when one fails
-generator                       MisuseError: nothing in it may have run
+generator, function             MisuseError: nothing in it may have run
+torch's Work, thread, process   MisuseError: it may be under way, and its kind of wait is not known here
 anything else                   a result
 """
 
@@ -13,7 +14,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from types import AsyncGeneratorType, GeneratorType
+from types import AsyncGeneratorType, FunctionType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .._version import see
@@ -27,7 +28,10 @@ log = logging.getLogger("megapatch")
 Call = Callable[..., object]
 Outcome = tuple["Exception | None", "BaseException | None"]
 _T = TypeVar("_T")
-_NOT_BEGUN = (GeneratorType, AsyncGeneratorType)
+_NOT_BEGUN = (GeneratorType, AsyncGeneratorType, FunctionType, MethodType)
+_ENDED = ("done", "ready", "poll", "is_alive", "is_completed")
+_WAITS = ("wait", "result", "join")
+"""A handle of work has a method of each kind."""
 
 
 def is_remote(call: Callable[..., object]) -> bool:
@@ -70,14 +74,14 @@ async def finished(result: Any, what: str = "the call") -> Any:
         what: the call, in messages.
 
     Raises:
-        MisuseError: it is a generator.
+        MisuseError: it may stand for work that cannot be waited for.
         Exception: the first failure, when all else has ended, too. The others are logged.
     """
     result = await top_of(result)
-    if isinstance(result, _NOT_BEGUN):
+    if (wrong := _wrong_with(type(result))) is not None:
         raise MisuseError(
-            f"{what} returned a {type(result).__name__}, in which nothing may have run. Wrap the call in a "
-            "function, or a coroutine function, that waits until the work is done and returns None"
+            f"{what} returned a {type(result).__name__}, {wrong}. Wrap the call in a function, or a coroutine "
+            "function, that waits until the work is done and returns None"
         )
     if _is_done(result):
         return result
@@ -88,6 +92,14 @@ async def finished(result: Any, what: str = "the call") -> Any:
     return dict(zip(result, found, strict=True)) if isinstance(result, dict) else found
 
 
+def _wrong_with(kind: type) -> str | None:
+    if issubclass(kind, _NOT_BEGUN):
+        return "in which nothing may have run"
+    if all(any(callable(getattr(kind, name, None)) for name in names) for names in (_ENDED, _WAITS)):
+        return "which may be under way"
+    return None
+
+
 def _parts(result: object) -> list[Any]:
     if isinstance(result, dict):
         return list(result.values())
@@ -95,7 +107,7 @@ def _parts(result: object) -> list[Any]:
 
 
 def _is_done(result: object) -> bool:
-    return not is_under_way(result) and not isinstance(result, _NOT_BEGUN) and all(map(_is_done, _parts(result)))
+    return not is_under_way(result) and not _wrong_with(type(result)) and all(map(_is_done, _parts(result)))
 
 
 def _raise_first(what: str, found: Sequence[Any]) -> None:

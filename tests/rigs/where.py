@@ -151,8 +151,8 @@ def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def with_nightly(cases: list) -> list:
-    """Return cases as parameters of a test: two of three are left to the night."""
-    marks = [() if number % 3 == 0 else pytest.mark.nightly for number in range(len(cases))]
+    """Return cases as parameters of a test: five of six are left to the night."""
+    marks = [() if number % 6 == 0 else pytest.mark.nightly for number in range(len(cases))]
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
         for case, mark in zip(cases, marks, strict=True)

@@ -53,6 +53,7 @@ def in_layouts(rank, world_size):
 four = cells_of(in_layouts, 4)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_streams_in_layouts(four, name):
     for found in four:
