@@ -27,6 +27,12 @@ def test_the_line_of_pip_is_that_of_the_readme():
     assert ours.replace("[demo]", "") in (DOCS.parent / "README.md").read_text()
 
 
+def test_the_demos_last_line_is_that_of_the_readme():
+    """Which tests/test_demo.py compares with what the demo prints."""
+    (last,) = re.findall(r"ends\nwith `(.*)`", PAGE)
+    assert f"\n{last}\n```" in (DOCS.parent / "README.md").read_text()
+
+
 def test_the_loop_is_there():
     (words,) = [words for words in COMMANDS if "torchrun" in words]
     assert f"<!-- {words[-1]} -->\n```python" in PAGE

@@ -149,6 +149,10 @@ def test_the_page_shows_what_is_printed():
     printed = " ".join(text(summarize(ranks)).split())
     parts = [" ".join(part.split()) for part in block.split("...\n")]
     assert [part for part in parts if part not in printed] == []
+    kept = {"name": "fresh-gradients", "status": "kept", "reason": "", "judged": 1200}
+    kept["judges"] = RULES["fresh-gradients"].judges
+    (judged,) = summarize([report(0, 1, rules=[kept])]).to_dict()["rules"]["kept"]
+    assert f"`{judged}`" in page
 
 
 # ------------------------------------------------------------------------ the command
