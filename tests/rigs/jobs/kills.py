@@ -5,6 +5,7 @@ in a file by then.
 """
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -23,6 +24,17 @@ SAVE = ("requested", "half written", "written", "described", "tracked")
 """At the second the writer of rank 0 has written, at the third those of all ranks have."""
 
 
+class Shared(ctypes.Structure):
+    """Numbers that a trainer and its writers have in common: some releases start one for each file of a save.
+
+    first    the step with which this life has begun: there is a save after each step
+    stepped  how many steps the optimizer has stepped
+    writing  how many saves a writer has begun
+    """
+
+    _fields_ = [(name, ctypes.c_int) for name in ("first", "stepped", "writing")]
+
+
 class Follower:
     """Has a rank note what it does, and be killed.
 
@@ -38,7 +50,7 @@ class Follower:
         self.counts, self.asked, self.trainer = Counter(), [], os.getpid()
         self.file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.is_first = os.environ["RANK"] == "0"
-        self.stepped = mmap.mmap(-1, 1)  # of the trainer and its writer
+        self.shared = Shared.from_buffer(mmap.mmap(-1, ctypes.sizeof(Shared)))
 
     def note(self, **what):
         os.write(self.file, (json.dumps(what) + "\n").encode())
@@ -109,6 +121,7 @@ class Follower:
         if self.counts["begun"] == self.steps:
             os._exit(0)
         self.step = scheduler.num_steps // SAMPLES
+        self.shared.first = self.step - self.counts["begun"]
         self.begun = optimizer, scheduler
         self.halves = Counter()
         self.reach("begun")
@@ -126,23 +139,23 @@ class Follower:
             self.reach("half stepped")
 
     def step_taken(self, *args):
-        self.stepped[0] += 1
+        self.shared.stepped += 1
         self.reach("stepped")
 
     # ------------------------------------------------------------------------------------------ a save
     def wait(self, *args):
         """In the process that writes: there is a save after each step."""
-        self.counts["saves begun"] += 1
-        while self.late and self.stepped[0] <= self.counts["saves begun"]:
+        self.shared.writing += 1
+        number = self.shared.writing
+        while self.late and self.shared.stepped <= number:
             time.sleep(0.001)
 
     def written(self, path):
         """In the process that writes: a file of a save is there."""
-        if os.getpid() == self.trainer:
+        _, found, step = os.path.dirname(path).rpartition("iter_")
+        if os.getpid() == self.trainer or not found or not self.is_first:
             return
-        if (folder := os.path.dirname(path)) not in self.asked:
-            self.asked.append(folder)
-        if self.is_first and ("half written", len(self.asked)) == self.point:
+        if ("half written", int(step) - self.shared.first) == self.point:
             self.note(killed="half written")
             os.killpg(0, signal.SIGKILL)
 
