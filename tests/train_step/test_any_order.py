@@ -143,6 +143,8 @@ def in_any_order(rank, world_size, options):
     run_state_machine_as_test(machine_for(options), settings=SETTINGS)
 
 
-@pytest.mark.parametrize("options", [pytest.param(GRADS, id="grads"), pytest.param(BOTH, id="both")])
+@pytest.mark.parametrize(
+    "options", [pytest.param(GRADS, id="grads", marks=pytest.mark.nightly), pytest.param(BOTH, id="both")]
+)
 def test_any_order(options):
     run_with_megatron(in_any_order, 2, options)

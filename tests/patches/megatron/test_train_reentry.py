@@ -323,7 +323,12 @@ def interrupted_everywhere(rank, world_size, options, rerun_mode):
     [
         pytest.param(BOTH, "disabled", id="both", marks=pytest.mark.nightly),
         pytest.param({**BOTH, "align_param_gather": True}, "validate_results", id="both aligned, validating"),
-        pytest.param({**ADAM, **GRADS, "use_distributed_optimizer": True}, "disabled", id="grads"),
+        pytest.param(
+            {**ADAM, **GRADS, "use_distributed_optimizer": True},
+            "disabled",
+            id="grads",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_the_next_call_goes_on_with_the_right_numbers(reference, options, rerun_mode):
