@@ -85,8 +85,8 @@ class paused_generation:
 
     running         it is paused, and resumed after the body, however that ends
     already paused  (the client's `generation_paused_event` is set) it is neither paused nor resumed
-    not pausable    the client or its engines lack the method, or it raises NotImplementedError, which is taken to
-                    mean that nothing was paused: the body still runs, with one warning per class of clients
+    not pausable    the client or its engines lack the method, or it raises NotImplementedError: nothing was paused
+                    then, and the body still runs, with one warning per class of clients
 
     If pausing fails or is cancelled, the body does not run, and generation is left running. The event is cleared
     if pausing had set it. A client without an event asks servers, some of which may be paused, so it is asked to

@@ -69,6 +69,7 @@ def repaired_with(monkeypatch, capfd):
 
 @needs_megatron
 @pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("lacking", (demo.TRAIN if HAS_TRAIN else demo.HOOKS).repaired_by)
 def test_it_fails_without_any_of_the_patches_that_it_names(lacking, repaired_with):
     code, _, errors = repaired_with(MEGAPATCH_DISABLE=lacking)

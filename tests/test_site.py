@@ -57,22 +57,3 @@ def test_what_is_wrong(site, body, problem):
 
 def test_an_empty_site(tmp_path):
     assert list(check_site.problems(tmp_path)) == [f"{tmp_path} has no pages"]
-
-
-TABLE = "<table><tr><th>name</th><th>about</th></tr><tr><td>{}</td><td>words that wrap</td></tr></table>"
-WORD = "a" * 120
-
-
-@pytest.mark.parametrize("cell", ["many words " * 50, "a-" * 100, f"<code>{WORD}</code> beside"])
-def test_tables_that_wrap(site, cell):
-    assert site(STYLED + TABLE.format(cell) + f"<p>{WORD}</p>") == []
-
-
-@pytest.mark.parametrize(
-    "table",
-    [TABLE.format(WORD), f"<table><tr>{'<td>thirteen_long</td>' * 8}</tr></table>"],
-    ids=["word", "columns"],
-)
-def test_a_table_that_is_too_wide(site, table):
-    (problem,) = site(STYLED + table)
-    assert problem.startswith("index.html has a table that is wider than 870 pixels: [")

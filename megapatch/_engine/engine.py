@@ -177,7 +177,7 @@ class Engine:
         self._raise_if_strict(self._consider_during_import())
 
     def _consider_all_loaded(self) -> None:
-        """User's calls: load the patches of all loaded modules, and consider their sites.
+        """For the user's calls, load the patches of all loaded modules, and consider their sites.
 
         This waits for other threads that import or consider a target. So never call it where this thread holds an
         import lock, which they may want.
@@ -261,7 +261,7 @@ class Engine:
         import each other.
 
         Args:
-            loaded: the target that has just been loaded, whose spec still says that it is being imported.
+            loaded: the target that was loaded just now; its spec still says that it is being imported.
         """
         if bad := next((record for record in self.records if record.status.needs_attention), None):
             self.first_sign.not_in_place(f"{bad.name} is {bad.status.value} at {bad.where}")

@@ -100,8 +100,8 @@ class _Loader(_Proxy):  # type: ignore[misc]
 class _FrontFinder:
     """A finder that stays in front of all others on `sys.meta_path`, asks them, and has their loaders watched.
 
-    Nothing is diagnosed in `find_spec`, which importlib calls with the global import lock held: a thread that
-    loads a module that a diagnosis imports may be waiting for that lock.
+    Nothing is diagnosed in `find_spec`: importlib calls it with the global import lock held. A diagnosis may
+    import a module that another thread is loading, and that thread may be waiting for the lock.
     """
 
     def __init__(self) -> None:

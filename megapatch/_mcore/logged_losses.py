@@ -1,7 +1,7 @@
 """Losses of a model's own that wait to be logged. They are summed up in one place for all models of the process.
 
-A call of a step adds to them. Taking away the losses of a dropped step must leave those that other models have
-added meanwhile, and the sums of a log that was taken and cleared. Nothing here waits for the device.
+A call of a step adds to them. When the losses of a dropped step are taken away, the others stay: those of other
+models, and the sums since a log was taken and cleared. Nothing here waits for the device.
 """
 
 from __future__ import annotations

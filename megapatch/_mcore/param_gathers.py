@@ -99,7 +99,7 @@ def record_gathered(group: Any) -> None:
 def record_loaded(ddp: Any, parameters: Iterable[Any]) -> None:
     """Note that this rank has loaded parameters: of a bucket group that has no others it may read them all.
 
-    What is to be gathered stays the same. Other ranks may not have loaded, and would wait in the gather.
+    The pending gathers stay the same. Other ranks may not have loaded, and would wait in the gather.
     """
     for group in groups_within(pending_groups(ddp), parameters):
         WHOLE.set(group, True)

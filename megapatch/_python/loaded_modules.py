@@ -1,7 +1,7 @@
 """The loaded modules' names, read without running anything of theirs.
 
-Anybody may put anything into `sys.modules`: lazy modules that load when an attribute is read, objects that are not
-modules, and modules that hide their dictionary (in `py` 1.11 ``py.test`` has a ``__dict__`` that is None).
+Anybody may put anything into `sys.modules`: lazy modules, which load when an attribute is read; objects of other
+kinds; modules without a dictionary (in `py` 1.11 the ``__dict__`` of ``py.test`` is None).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ ASSERTIONS = (AssertionError, RuntimeError, ValueError)
 class AnswersNone:
     """An object of which every attribute that nobody knows here is None: forks read some of their own.
 
-    Not something that can be called or looked into: code which needs that is not the code that a patch knows.
+    It cannot be called or looked into: code that needs more is not the code that a patch knows.
     """
 
     def __getattr__(self, name: str) -> None:

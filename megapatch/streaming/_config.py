@@ -25,11 +25,11 @@ class StreamingConfig:
             one optimizer step.
         max_staleness: versions (optimizer steps) that a group may be behind; 0 is on-policy.
         pick: which group is trained on next.
-            "weight_fifo": the oldest weights first. A place is kept for each rollout in flight that would be too
-            old after the optimizer step, so no rollout that `TrainPump.rollout` has begun is lost.
+            "weight_fifo": the oldest weights first. Each rollout in flight that would be too old after the
+            optimizer step keeps a place in it: none that `TrainPump.rollout` has begun is lost.
             "ready_first": as they become ready. Rollouts that are too old when they end are evicted.
-        prompt_groups_per_microbatch: prompt groups that a microbatch call trains on together, for trainers that
-            cannot run on a single one (its samples are fewer than data-parallel ranks times the micro batch size).
+        prompt_groups_per_microbatch: prompt groups that a microbatch call trains on together, where a single one
+            has fewer samples than data-parallel ranks times the micro batch size.
             The last call of an optimizer step also takes the remainder, so no call has fewer. Above 1 the trainer
             gets a list of the groups' data.
         refresh_policy_logprobs: passed to the trainer's ``prepare_logprobs()`` for each group, which is called if

@@ -29,9 +29,9 @@ class TrainPump:
         await pump.run(num_steps=100)
 
     A step is `target_prompt_groups_per_step` prompt groups in one or several optimizer steps. For each optimizer
-    step, the pump clears groups that are too old, claims and prepares the eligible group with the least lag, opens
-    the trainer's step with the first group, and queues one microbatch call per group (or per
-    `prompt_groups_per_microbatch` groups, claimed when that many are eligible). After the last group it calls
+    step, the pump clears groups that are too old, and claims and prepares the eligible ones, in the order of
+    `pick`. The first group opens the trainer's step. The pump queues a microbatch call for each group, or for each
+    `prompt_groups_per_microbatch` of them once that many are eligible. After the last group it calls
     finish_train_step(), increments the version, and clears the groups in one call. It syncs weights after the last
     optimizer step.
 

@@ -29,8 +29,8 @@ class Rollouts:
     """Admits rollouts that can still be trained on.
 
     AReaL's bound: rollouts ever begun <= (version + max_staleness + 1) x rollouts of a step. So rollouts that
-    began with weights up to a version fit into the optimizer steps in which they are not too old, unless newer
-    ones take their places. "weight_fifo" keeps these places.
+    began with weights up to a version fit into the optimizer steps before they are too old, unless newer ones
+    take their places. "weight_fifo" keeps these places.
 
     Args:
         version: of the trainer's weights, and of generation's.

@@ -1,8 +1,8 @@
 """Make torch.cuda harmless, so that Megatron runs on a machine without a GPU.
 
 Megatron asks torch.cuda for devices, streams, memory and random state in many places. The stubs answer for the
-CPU: functions that move data do nothing, the device is the CPU, and the random state is the CPU generator's, so
-that Megatron's own random state tracker does its real work.
+CPU: functions that move data do nothing, and the device is the CPU. The random state is the CPU generator's, so
+Megatron's own random state tracker does its real work.
 """
 
 from __future__ import annotations

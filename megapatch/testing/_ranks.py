@@ -1,7 +1,7 @@
 """Run a function in several local processes that form one torch.distributed world over gloo.
 
-The processes are forked from a server that has imported torch once for this caller, and Megatron's other needs,
-so that a call only pays for Megatron's import. The server imports neither Megatron nor megapatch.
+The processes are forked from a server. It has imported torch and Megatron's other needs once for this caller, so a
+call only pays for Megatron's import. The server imports neither Megatron nor megapatch.
 """
 
 from __future__ import annotations

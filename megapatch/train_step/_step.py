@@ -44,8 +44,8 @@ class TrainStep:
              losses of a mixture of experts' router and of multi-token prediction. They weigh as if a rank had
              `expected_microbatches`, and are divided by the count likewise; if calculate_per_token_loss is set,
              Megatron has already multiplied them by tokens, so count tokens there.
-    added up `calls_add_up` is set. The gradient is the sum of those that each call would give by itself, for a
-             caller that has divided the losses by the total of the whole step. Other losses (a router's,
+    added up `calls_add_up` is set: the caller has divided the losses by the total of the whole step. The gradient
+             is the sum of the calls' own gradients. Other losses (a router's,
              multi-token prediction's) are the mean of each call, added up; with `expected_microbatches`, which
              then has to be exact, they are divided by that instead. If the total is not known yet, divide by an
              `expected_count` and give each call its count: the sum is multiplied by expected_count over the sum of
@@ -57,8 +57,8 @@ class TrainStep:
     An exception in a call, in `finish` or in the body of the `with` restores the state before `begin`, with
     gradients zeroed, and is re-raised unchanged. The state includes a router's counts and expert bias, losses of
     the model's own that wait to be logged, and an fp16 loss scale. The next step is that of a process in which
-    this one never began, provided that all ranks had an exception, and before the optimizer changed parameters.
-    Random numbers that were drawn stay drawn.
+    this one never began. That needs an exception on all ranks, before the optimizer changed parameters. Random
+    numbers that were drawn stay drawn.
 
     Args:
         model: Megatron's DistributedDataParallel, or the list of a rank's chunks.

@@ -2,8 +2,8 @@
 
 Symptom   with fp16 and a mixture of experts, the load-balancing and z losses silently have almost no effect:
           their gradients are too small by the factor of the loss scale. train_batch() multiplies AReaL's own loss
-          by it, and leaves config.grad_scale_func unset, by which Megatron scales the losses that a model adds by
-          itself (those of routers, and of multi-token prediction); the optimizer divides all gradients.
+          by it. Megatron scales a model's other losses (of routers, and of multi-token prediction) by
+          config.grad_scale_func, which is left unset. The optimizer divides all gradients.
 Upstream  not reported; in 1.0.4.
 Seam      the class attribute MegatronEngine.train_batch(). While it runs in fp16, config.grad_scale_func
           multiplies by the optimizer's loss scale, and optimizer.get_loss_scale() answers 1 to train_batch(). So

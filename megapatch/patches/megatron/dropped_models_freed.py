@@ -1,8 +1,8 @@
 """A model that has trained is freed when the last reference to it goes.
 
-Symptom   a model that is dropped (a critic, a model that is built again) stays in memory, with its
-          DistributedDataParallel, buffers and optimizer, if it has experts and has trained once, or if it is fp32
-          and its optimizer is distributed. Its process groups stay, too.
+Symptom   a dropped model (a critic, or one that is built again) stays in memory, with its DistributedDataParallel,
+          buffers, optimizer and process groups. Two kinds do: models with experts, once they have trained, and
+          fp32 models with a distributed optimizer.
 Upstream  NVIDIA/Megatron-LM#2774 shows the growth with experts; both in 0.12 to 0.19. The token dispatcher keeps
           the probabilities of its last forward pass, and the optimizer's fp32 shards are views of parameters.
           Their graphs lead to DistributedDataParallel's hooks on gradients, and these to the model: a cycle
@@ -11,9 +11,9 @@ Seam      the method that makes these hooks: the closure of each, and of hooks i
           DistributedDataParallel. Everything else stays as it is: cutting the graphs instead would change the
           optimizer's shards, and take gradients from a loss on the probabilities that a dispatcher keeps.
 Limits    models of FSDP have other hooks, and are left as they are.
-          With overlap_param_gather and rotary embeddings, whose tables Megatron caches with their modules, a
-          model stays until megatron.groups-destroyed empties that cache, as the next layout is set up, or
-          RotaryEmbedding.forward.cache_clear() is called.
+          Megatron caches the tables of rotary embeddings with their modules. With overlap_param_gather such a
+          model stays until RotaryEmbedding.forward.cache_clear() is called, or megatron.groups-destroyed does it,
+          as the next layout is set up.
 Numbers   change where a DistributedDataParallel is dropped between a forward and its backward pass: its hooks go
           with it, and add nothing to main_grad.
 Cost      0.1 us a parameter in each backward pass.

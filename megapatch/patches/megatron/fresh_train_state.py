@@ -4,8 +4,8 @@ Symptom   the second load of a file in a process has another step than its weigh
           two steps, load it again: weights of step 2 with a counter of 4, so samples are skipped. Load step 2,
           save step 5, load the latest: it is step 2 again, with the counter of a later step.
 Upstream  NVIDIA-NeMo/Megatron-Bridge#4758; in 0.3 to 0.6. read_train_state() and read_run_config() are cached by
-          file name. The counters that are read become the trainer's own, which counts them up, and each save
-          writes the tracker of the latest step under the same name.
+          file name. The trainer counts up the very counters that it has read, and each save writes the tracker of
+          the latest step under the same name.
 Seam      the module function by which every load goes, as load_checkpoint() does: both caches are empty when it
           begins. All ranks are in it, and reading is a collective. Outside of loads the caches are as before.
 Limits    load_model_config() and other reads outside of a load find a file as it was first read since the last

@@ -10,11 +10,11 @@ Symptom   without Transformer Engine and Apex, where the distributed optimizer h
           a new process from step 1, with Adam's averages of many steps.
 Upstream  SkyRL#1403 is a workaround; in 0.12 to 0.19. Main at d98e8a64 has the first KeyError repaired, and loads
           buckets silently as above.
-Seam      the class attributes HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers, whose original now finds
-          parameters in fp32 among those that it updates, and of DistributedOptimizer
-          _set_main_param_and_optimizer_states, whose original gets the state that a format leaves out, and the
-          right step, in a tensor of the parameter's own, and sharded_state_dict, which prepares a load by loading
-          the present state, and after which each parameter has its step tensor again.
+Seam      three class attributes. HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers: the original now finds
+          parameters in fp32 among those that it updates. DistributedOptimizer's
+          _set_main_param_and_optimizer_states: the original gets the state that a format leaves out, and the
+          right step, in a tensor of the parameter's own. Its sharded_state_dict prepares a load by loading the
+          present state; afterwards each parameter has its step tensor again.
 Limits    in 0.14 and 0.16 torch may refuse to read the classes of optimizers in a checkpoint: pass them to
           torch.serialization.add_safe_globals().
           An inner optimizer with a step() of its own, other than torch's, keeps the one tensor for all.

@@ -29,9 +29,8 @@ Limits    weights that come from elsewhere are not restored, but warned of: a co
           Optimizer state that is saved between such a load and the next step is that from before the load.
           A load that changes no bf16 number looks like a swap there and back: the main parameters keep their bits.
           Ranks do not ask each other, and look at four kinds of parameters apart, so that copies stay the same.
-          Weights that come into a model otherwise than by load_state_dict() of a MegatronModule or a data-parallel
-          wrapper are not seen, such as those of a Hugging Face model that a bridge loads (the audit finds the step
-          in which a reload lacks).
+          Only load_state_dict() of a MegatronModule or a data-parallel wrapper is seen, not the weights that a
+          bridge takes from a Hugging Face model (the audit finds the step that lacks a reload).
           Adam's moments do not change. Left alone are FP8 parameters, Megatron-FSDP, a step that is replayed from
           a CUDA graph, and, with use_precision_aware_optimizer, main parameters that are not in fp32. The parts
           for that optimizer, and for an offloaded one, are not tested.

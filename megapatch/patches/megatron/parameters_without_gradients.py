@@ -23,9 +23,9 @@ Limits    all ranks still have to call finish_grad_sync() in the same steps. A g
           it, and in a first step that no zero_grad_buffer() precedes, each chunk has an order of its own.
           With overlap_param_gather a module that is not called at all is left to Megatron, which asserts at its
           next gather: call it, on anything, and do not use the result.
-          Of a step that was given up, the tokens that routers have counted stay, for the next step's expert bias
-          and global auxiliary loss, as do losses that wait to be logged and, if finalize has moved it, the expert
-          bias: only TrainStep and the train() functions that are patched know that a step was given up.
+          Only TrainStep and the patched train() functions know that a step was given up. In other loops three
+          things of it stay: tokens that routers have counted, for the next step's expert bias and global auxiliary
+          loss; losses that wait to be logged; and the expert bias, if finalize has moved it.
 Numbers   change where a bucket was silently not reduced, to those of a run without overlap.
 Cost      about 4 us a bucket group and step. Nothing in a forward pass, nothing per parameter.
 """

@@ -16,8 +16,8 @@ Limits    a load that fails here leaves weights and optimizer state that were lo
           A scheduler with a step() of its own is not stepped a second time: its first step after a load has the
           weight decay that Megatron computes. A wrapper on the class's step() sees one more call, of no steps.
 Numbers   change where the scheduler has stepped before the load, to those of a new scheduler that loads the same.
-          The weight decay of the first step after a load changes where the checkpoint's schedule has another one
-          than the scheduler had, to that of a run that was not interrupted.
+          If the scheduler had another weight decay than the checkpoint's, that of the first step after a load
+          changes, too, to that of an uninterrupted run.
 Cost      nothing in a step.
 """
 

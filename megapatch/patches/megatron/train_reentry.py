@@ -4,10 +4,10 @@ Symptom   a second train() dies on "When overlap_grad_reduce is True, config.no_
           first call has left its own no_sync there), or, in every configuration, on "timer has already been
           started" ('interval-time' is started at entry and never stopped). After an exception the first
           call leaves more behind: config hooks, a rerun state machine that is stuck in the middle of a
-          step, parameters that were stepped but not gathered, running timers. One in evaluate(), which loops of
-          one's own call, too, leaves the machine switched off, the model in eval() and the timers of evaluation
-          running, so that the next evaluation dies on them. With overlap_param_gather, a
-          first call after a step of the caller's own trains on weights that are half one step old, silently.
+          step, parameters that were stepped but not gathered, running timers. An exception in evaluate(), called
+          from a loop of one's own, too, leaves the machine switched off, the model in eval() and timers running;
+          the next evaluation dies on those. With overlap_param_gather, a first call after a step of the caller's
+          own trains on weights that are half one step old, silently.
 Upstream  unfixed in 0.12 to 0.19 and on main; reported for a copy of this function in THUDM/slime#1779.
 Seam      the module function, rebound where others hold it by name. State is corrected around the call: a
           copy of the body would have to follow every release. At entry, a no_sync_func that is a model chunk's own

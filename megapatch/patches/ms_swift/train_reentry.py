@@ -2,9 +2,9 @@
 
 Symptom   with overlap_grad_reduce a second train(), or a second setup() of a Ray worker, dies on "When
           overlap_grad_reduce is True, config.no_sync_func must be None": the first has left its own no_sync there.
-          Once that is out of the way, and with overlap_param_gather, a second setup after steps that were not
-          finalized silently trains from a mixture of new and old parameters: it switches the forward pre-hooks
-          off, which would have gathered them.
+          Without that assertion, a second setup with overlap_param_gather silently trains from a mixture of new
+          and old parameters, if steps before it were not finalized: it switches off the forward pre-hooks that
+          would have gathered them.
 Upstream  not reported; in 4.3.2 to 4.6.0.
 Seam      the class attribute setup_model_training(), which train() and the Ray worker call. A no_sync_func that is
           a model chunk's own no_sync is removed before it (a user's meets ms-swift's assertion as before). If the

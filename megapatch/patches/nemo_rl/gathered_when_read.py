@@ -1,8 +1,8 @@
 """A refit that reads local shards of parameters reads those of the last optimizer step.
 
-Symptom   with the distributed optimizer and overlap_param_gather, a refit by nccl_reshard_refit() after a step
-          sends feed-forward weights, those of experts too, of which each data-parallel rank has only its own shard
-          from that step: with two ranks generation gets half of them one step old, silently.
+Symptom   with the distributed optimizer and overlap_param_gather, each data-parallel rank has only its own shard
+          of a step's parameters until the next forward pass. nccl_reshard_refit() sends the feed-forward weights,
+          those of experts too, as they are: with two ranks generation gets half of them one step old, silently.
 Upstream  main at 7ea279abf, where the refit is new; NVIDIA-NeMo/RL#4086 names the defect for every refit path.
           All others read through Megatron-Bridge's exporter, or a state dict: megatron.gathered-when-read.
 Seam      the worker's nccl_reshard_refit(), which every training rank runs. It sends views of the parameters that

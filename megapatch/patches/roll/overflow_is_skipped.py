@@ -4,10 +4,10 @@ Symptom   with fp16, "NotImplementedError: megatron optimizer step failed!" ends
           that overflows; before that the check for NaN in gradients, which ROLL leaves on, does. Megatron's
           optimizer has answered (False, None, None): it took no step, and the next one has a smaller loss scale.
 Upstream  not reported for ROLL; in 0.3.0 and on main at 8eb27cc2. verl-project/verl#5369 is verl's.
-Seam      the class attribute MegatronTrainStrategy.train_step(). It runs with an optimizer that answers an
-          overflow with success and an infinite gradient norm, and with a scheduler that stays where it is after
-          one. With fp16 gradients are not checked for NaN before the optimizer does. A WARNING on rank 0 has the
-          new loss scale, `strategy.megapatch_skipped_steps` the count.
+Seam      the class attribute MegatronTrainStrategy.train_step(). While it runs, the optimizer answers an overflow
+          with success and an infinite gradient norm, and the scheduler stays where it is. With fp16 gradients are
+          not checked for NaN before the optimizer does. A WARNING on rank 0 has the new loss scale,
+          `strategy.megapatch_skipped_steps` the count.
 Limits    steps whose gradients overflow at every loss scale are skipped forever, as in Megatron's own train(): an
           ERROR says so at the smallest. bf16 and fp32 are checked as before, and another failure of the optimizer
           fails as before.

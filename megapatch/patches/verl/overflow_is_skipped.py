@@ -4,8 +4,8 @@ Symptom   with fp16, "NotImplementedError: Megatron optimizer step failed. This 
           the first gradient that overflows, at a loss scale of 32768 to begin with. Megatron's optimizer has
           answered (False, None, None): it took no step, and the next one has a smaller loss scale.
 Upstream  verl-project/verl#5369 (open); in 0.6.1 to 0.9.1 and on main. verl's FSDP engine skips such a step.
-Seam      class attributes of MegatronEngine. optimizer_step() is the original, to which an optimizer that answers
-          so says that it has stepped, with a gradient norm of infinity; verl's FSDP engine reports the same.
+Seam      class attributes of MegatronEngine. While optimizer_step() runs, the optimizer answers an overflow with
+          success and a gradient norm of infinity; verl's FSDP engine reports the same.
           lr_scheduler_step() leaves the learning rate where it is if all steps since the last call were skipped.
           A WARNING on rank 0 has the new loss scale, `engine.megapatch_skipped_steps` the count.
 Limits    steps whose gradients overflow at every loss scale are skipped forever, as in Megatron's own train(): an

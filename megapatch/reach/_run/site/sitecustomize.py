@@ -1,8 +1,8 @@
 """First on PYTHONPATH below `megapatch run`: imports megapatch when, and only when, a target is imported.
 
 Every Python below the command runs this at startup, whatever its version and environment. So every Python 3 can read
-it (no annotations, no f-strings), those that megapatch does not support do nothing here, and it imports only what
-Python has loaded by then. Imported under another name it does nothing.
+it: no annotations, no f-strings. A Python that megapatch does not support does nothing here. It imports only modules
+that Python has loaded by then. Imported under another name it does nothing.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls
 # ruff: noqa: UP
