@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from rigs.run import environment, run, start
 from rigs.where import needs_megatron
 
@@ -91,6 +92,31 @@ def test_a_command_that_cannot_be_started(tmp_path):
 def test_once_as_it_starts_it_says_what_it_reaches():
     shown = run(sys.executable, "-c", "pass", env=environment(MEGAPATCH_QUIET="0"))
     assert shown.stderr == f"megapatch run: {_run.REACH}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "sign"),
+    [
+        ("/opt/bin/python3.11 -u -IB -m train", "with -E, -I or -S"),
+        ("nohup python -S train.py", "with -E, -I or -S"),
+        ("python -m train -E", None),
+        ("python train.py -I", None),
+        ("torchrun -S train.py", None),
+        ("env -i python train.py", "drops"),
+        ("/usr/bin/env -v B=1 -uPYTHONPATH bash train.sh", "drops"),
+        ("env A=1 - python train.py", "drops"),
+        ("env -u X python train.py", None),
+        ("bash -c PYTHONPATH=/new python train.py", "replaces"),
+        ("env PYTHONPATH=/new:$PYTHONPATH_OLD python", "replaces"),
+        ("bash -c MY_PYTHONPATH=/new PYTHONPATH=$(pwd):${PYTHONPATH} python", None),
+        ("ray job submit -- python train.py", "the cluster starts the job"),
+        ("ray job submit -- python train.py --custom-megatron-init-path megapatch.activate", None),
+        ("ray job list", None),
+    ],
+)
+def test_signs_in_the_command_that_it_reaches_nothing(command, sign):
+    told = _run.out_of_reach(command.split())
+    assert [sign in text for text in told] == [True] * bool(sign)
 
 
 def test_pythonpath_keeps_what_it_held_and_gets_no_empty_part():

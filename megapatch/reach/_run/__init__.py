@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -20,6 +21,27 @@ REACH = (
     f"{TARGETS}. Not reached: python -E, -I and -S, scripts that replace PYTHONPATH, Ray jobs, ssh, containers."
 )
 
+OUT_OF_REACH = (
+    (
+        r"\b(?:python|pypy)[\d.]*t?(?: -[bBdOPqsuvx]+)* -[bBdOPqsuvx]*[EIS]",
+        "with -E, -I or -S Python ignores PYTHONPATH or sitecustomize. Drop the option.",
+    ),
+    (
+        r"\benv (?:-\S+ |\S+=\S* )*(?:-i?|--ignore-environment|-u ?PYTHONPATH|--unset=PYTHONPATH) ",
+        f"the command drops PYTHONPATH. Pass on PYTHONPATH and {TARGETS}.",
+    ),
+    (
+        r"\bPYTHONPATH=(?!\S*\$\{?PYTHONPATH\b)",
+        "the command replaces PYTHONPATH. Keep the old value, as in PYTHONPATH=/new:$PYTHONPATH.",
+    ),
+    (
+        r"\bray job submit\b(?!.*(?:worker_process_setup_hook|megapatch\.activate))",
+        'the cluster starts the job. Give its runtime env "worker_process_setup_hook": "megapatch.activate", or '
+        "with slime pass --custom-megatron-init-path megapatch.activate.",
+    ),
+)
+"""Signs in the command itself that processes are out of reach, with what to do. Scripts are not read."""
+
 
 def launch(command: list[str]) -> int:
     """Become the command: same process, standard streams, arguments and working directory.
@@ -34,8 +56,8 @@ def launch(command: list[str]) -> int:
         return BAD_USAGE
     engine = this_process()
     targets = {module for record in engine.records for module in record.modules}
-    if not engine.settings.quiet:
-        _say(REACH)
+    for text in (*([] if engine.settings.quiet else [REACH]), *out_of_reach(command)):
+        _say(text)
     sys.stdout.flush()
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the command would inherit that
         with suppress(AttributeError):
@@ -59,6 +81,12 @@ def reaching(environment: Mapping[str, str], targets: set[str]) -> dict[str, str
     before = environment.get("PYTHONPATH")
     others = [folder for folder in before.split(os.pathsep) if folder != HERE] if before else []
     return {**environment, "PYTHONPATH": os.pathsep.join([HERE, *others]), TARGETS: ",".join(sorted(targets))}
+
+
+def out_of_reach(command: list[str]) -> list[str]:
+    """Return a sentence for each sign in the command that megapatch will not be active below it."""
+    found = [advice for sign, advice in OUT_OF_REACH if re.search(sign, " ".join(command))]
+    return [f"megapatch will not be active: {advice}" for advice in found]
 
 
 def _say(text: str) -> None:
