@@ -4,9 +4,9 @@
     megapatch.audit.findings()               # the findings in this process
     print(megapatch.audit.report())          # with their likely causes, and what else happened
 
-Patches repair known defects. The audit watches the rules that such defects break: each bucket is reduced once a
-step, the loss is multiplied by the scale that its gradients are divided by, parameters are the same on all ranks.
-It looks at Megatron's own objects, beneath all patches, and changes nothing. docs/audit.md lists the rules.
+Patches repair known defects. The audit watches the rules that such defects break. Each bucket is reduced once a
+step. The loss is multiplied by the scale that its gradients are divided by. Parameters are the same on all ranks.
+It looks at Megatron's own objects, beneath all patches, and changes none. docs/audit.md lists the rules.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def report() -> AuditReport:
     """Report what the audit has watched and found here. `print` it for people; its `to_dict` is for programs.
 
     It names, for each finding, the user's code and the likely causes. With MEGAPATCH_REPORT=FOLDER each rank
-    leaves it there, for ``megapatch audit FOLDER``: after its first step, when something is found, with a
-    comparison of ranks if the last one is a minute old, and at its end.
+    leaves it there, for ``megapatch audit FOLDER``. It does so after steps 1, 2, 4, 8 and so on, about once a
+    minute, when something is found, and at its end.
     """
     _judge()
     return _PROCESS.report()

@@ -63,9 +63,8 @@ class Audit:
         models: the chunks that it knows.
         resets: how many buffers were reset since it began, which zeroes their gradients.
         loads: how often weights, or an optimizer's state, were loaded.
-        may_have_broken: whether, since the last step, something has happened that often breaks a model: a load, a
-            save, an export, an offload, a swap, an exception, a forward-only call as of a reference, or that it is
-            new.
+        may_have_broken: whether something that often breaks a model has happened since the last step. That is a
+            load, a save, an export, an offload, a swap, an exception, or a forward-only call; or the model is new.
         parts: made for this audit.
         patches: of the parts, for the engine to install below all others.
     """

@@ -51,7 +51,7 @@ class Calls(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._left = SideTable()
-        """About a model's first chunk: by name, the changes that a call that raised has left behind, and where."""
+        """About a model's first chunk: what a call that raised has changed, by name, and the user's code then."""
         self._functions = SideTable()
         """About a config: the names of those of its hundreds of fields that are for functions."""
         self.interrupted_machines: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -225,7 +225,7 @@ class Calls(Part):
             self._waiting.update(chunk for chunk in call.chunks if getattr(chunk, "param_to_bucket_group", None))
 
     def begin_step(self, step: Step) -> None:
-        """Note where the step is made, and chunks that wait while others are stepped that were never trained."""
+        """Note where the step is made, and chunks that wait while an optimizer steps untrained ones."""
         self.ledger.during = user_lines()
         if self.ledger.place is None:
             self.ledger.place = place()  # at the end of a process nobody may know it

@@ -4,15 +4,16 @@ Watches   forward_step() of the schedules, in all releases, which shows each mic
           finalize_model_grads() shows their divisor: with calculate_per_token_loss, often by the tokens of a
           step's last call only. And, as calls begin, the factor of the gradient buffers, which are made for one
           way of dividing.
-          In the steps that are looked at closely, as calls that train begin, the routers' counts for the expert
-          bias (from 0.12 on) and of the global auxiliary loss (from 0.15 on). finalize_model_grads() zeroes them.
+          In steps that are looked at closely, calls that train begin with a look at the routers' counts. Those for
+          the expert bias are there from 0.12 on, those of the global auxiliary loss from 0.15 on.
+          finalize_model_grads() zeroes them.
           When the parameters of ranks are compared, the number of their microbatches since the last time, and
           the losses of these. So are the tokens that they have divided by, their learning rates and weight decay.
 Limits    a division that a trainer makes itself is not seen. A loss that is NaN counts where a successful step
           has made weights NaN: gradients may be cleaned by hand. A call is a step's first if no gradient has
           arrived since they were zeroed. Routers of models that were wrapped before any audit began are not
-          judged, nor those of a model's first step. Two ranks of many that read the same data are not seen, nor
-          data that give losses which are all alike, or are but for their signs.
+          judged, nor those of a model's first step. If only two of many ranks read the same data, it is
+          not seen; nor where all losses are alike, but perhaps for their signs.
 Cost      three small operations a microbatch. The losses of up to 256 are kept until ranks are compared, where it
           waits for a GPU. A small operation a router as a call that is looked at closely begins; the result is
           read as the step ends.
@@ -60,8 +61,10 @@ class _Counted:
 
 
 class _Trained:
-    """Microbatches since the last comparison: how many, their losses where this is the last stage, and the tokens
-    that finalize_model_grads() was last given, which it adds up over ranks in place."""
+    """Microbatches since the last comparison: how many, and on the last stage their losses.
+
+    The divisor is the tokens that finalize_model_grads() was last given; it adds them up over ranks in place.
+    """
 
     def __init__(self) -> None:
         self.count = 0

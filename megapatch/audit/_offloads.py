@@ -2,8 +2,8 @@
 
 Watches   the offload helpers of Megatron's buffers and optimizers, torch_memory_saver, verl and SkyRL, and the
           switch of models in slime and miles, in the releases that have them. And, as calls and steps begin, the
-          addresses of a model's weights and gradients and of an optimizer's state: code that frees, moves or
-          exchanges memory in other ways leaves other addresses.
+          addresses of a model's weights and gradients, and of an optimizer's state. Other code that frees, moves
+          or exchanges memory leaves other addresses.
 Limits    of each buffer one parameter is looked at, of each optimizer one. Memory that came back at the same
           address, and values that are written in place, leave no trace here.
 Cost      some microseconds a buffer and optimizer in each call and step.

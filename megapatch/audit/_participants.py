@@ -1,10 +1,10 @@
 """Settle, before the audit's collectives in a step, that every rank makes them.
 
-A rank without the audit, with other settings, or that has skipped an optimizer step would leave the others
-waiting for ever, or take the audit's collective for one of Megatron's. So ranks meet in the store that
-torch.distributed was initialized with: each adds to a counter there, and the last one to come writes a key that
-the others wait for. That is two or three operations a rank, whatever their number. A rank waits for at most
-`_PATIENCE`, whether others do not come or the store does not answer; after that nothing is compared again.
+A rank may be without the audit, have other settings, or skip an optimizer step. It would leave the others waiting
+for ever, or take the audit's collective for one of Megatron's. So ranks meet in the store that torch.distributed
+was initialized with. Each adds to a counter there; the last one to come writes a key, and the others wait for it.
+That is two or three operations a rank, whatever their number. A rank waits for at most `_PATIENCE`, for others or
+for the store; after that nothing is compared again.
 """
 
 from __future__ import annotations

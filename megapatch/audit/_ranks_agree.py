@@ -1,17 +1,17 @@
 """ranks-agree, stages-differ, seeded-once: ranks have the same parameters, stages and steps other random numbers.
 
 Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (50), and after 1, 2, 4, 8, 16 and
-          32: a hash of the parameters that are the same in a group, and one all-reduce of 48 or 144 bytes a group.
+          32. Each group hashes the parameters that its ranks share, and makes one all-reduce of 48 or 144 bytes.
           A rank that missed a gather, a broadcast or a reduce trains another model, whose gradients are averaged
           with the others' all the same. model_parallel_cuda_manual_seed(), in all releases, shows seeds: pipeline
           stages with the same one drop the same elements, and so does a model for which one is set again.
-Limits    compares only if every rank is audited and reaches the step; ranks agree on that through the store first.
-          A difference is found within as many steps as lie between two hashes, and named one step later. Of
-          Transformer Engine's fp8 weights the bytes are compared, not the scales of blocks; GTP's, by the ranks
-          that have the same part. Values that swapped places may pass one comparison; the next sums bytes in
-          columns of another width. Nothing is compared while a CUDA graph is captured, nor as the process ends: a
-          rank that ends early would be waited for. If some ranks freed a model whose optimizer still steps and
-          others did not, the others wait once, then stop comparing.
+Limits    only where every rank is audited and comes to this step. Ranks settle that through torch.distributed's
+          store, in each step that compares. A difference is found within as many steps as lie between two hashes,
+          and named one step later. Of Transformer Engine's fp8 weights the bytes are compared, not the scales of
+          blocks; GTP's, by the ranks that have the same part. Values that swapped places may pass one comparison;
+          the next sums bytes in columns of another width. Nothing is compared while a CUDA graph is captured, nor
+          as the process ends: a rank that ends early would be waited for. If some ranks freed a model whose
+          optimizer still steps and others did not, the others wait once, then stop comparing.
 Cost      reads the parameters once in that step, after one meeting of all ranks in the store, whose server does
           two operations a rank; copies at most 128 KiB at a time, and makes no sync between hashes. With `raise`
           the meeting, two all-reduces of 8 bytes and a sync are in every step.
@@ -91,8 +91,8 @@ class RanksAgree(Part):
         self._seeds: dict[int, int] = {}
         """By seed, how many optimizer steps had been made when it was set first."""
         self._own = SideTable()
-        """About a model's first chunk: by kind of group the ids of parameters that may be a rank's own: few that
-        have differed from the beginning, and those that Megatron does not reduce."""
+        """About a model's first chunk, by kind of group: the ids of parameters that may be a rank's own. They have
+        differed from the beginning, and are few, or Megatron does not reduce them."""
         self._unknown: set[str] = set()
         """Names of classes whose parameters are not compared."""
 

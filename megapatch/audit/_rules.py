@@ -1,11 +1,10 @@
 """The rules that every step has to keep, in any trainer: what each says, and why and how trainers break it.
 
 A rule is a paragraph of `_TEXT`, in the order of the page. Its first line has its name, and whether breaking it is
-a finding or a note; after `but`, the kinds that are notes all the same. Then come what it says; what breaking it
-means; what is judged, and counted; the patches that repair known ways of breaking it, each with the kind that it
-repairs if that is one; and the likely causes, each by the kind of the findings that it explains, with what shows
-it. A cause of `any` kind may explain all of them. Those `after` some kind of event come first where
-one has happened.
+a finding or a note; after `but`, the kinds that are notes all the same. Then come what it says, what breaking it
+means, and what is judged and counted. Next are the patches that repair known ways of breaking it, some for one
+kind only. Last are the likely causes: the kinds of findings that each explains, the cause, and what shows it. A
+cause of `any` kind may explain all of them. Those `after` some kind of event come first where one has happened.
 """
 
 from __future__ import annotations
@@ -98,6 +97,7 @@ kept-between-steps: note
   judges: weights in fp32 after a step; moments after a step
   any: weights or moments were swapped or moved out, and other ones put back | the line or the timeline is that of
     a swap or an offload
+  memory: a parameter has other memory than its buffer, by `parameter.data =` | those that are named, in each step
   any: another optimizer steps the same weights | found in each step, from the first one on
   any: an average or a regularizer writes into the weights | it is meant so: accept the note
   zeroed: moments are reset after a load, or their state is made again | the sentence says that they were zeroed

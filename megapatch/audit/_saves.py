@@ -1,7 +1,7 @@
 """saved-what-is, saved-is-trained: a checkpoint has all of a model, as it is trained and as it is now.
 
-Watches   dist_checkpointing.save(): a save of one trained parameter must cover its whole chunk, perhaps together
-          with other saves before the next step, with values as the optimizer has stepped them, or copies of these.
+Watches   dist_checkpointing.save(). If it has one trained parameter of a chunk, it must have them all, perhaps
+          together with other saves before the next step. Values are those of the optimizer's step, or copies.
           async_save() of the strategy, and the distribution of --ckpt-fully-parallel-save: they show a save plan
           reused for another structure, where anything added since the first save is missing.
           AsyncCallsQueue.schedule_async_request(), which copies the tensors that an asynchronous save has planned:

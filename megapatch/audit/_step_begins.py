@@ -3,14 +3,14 @@
 Watches   finalize_model_grads(), and then the next step of the optimizer, or its prepare_grads(): torch counts the
           changes of a buffer in between. Changes through .data are not counted: in the steps that are looked at
           closely 128 elements of a buffer, or more, are compared.
-          And the optimizers with main parameters in fp32, as they take the gradients of a step, after all that
-          patches put right: every MEGAPATCH_AUDIT_EVERY steps (50), and in the step after a load, a save, an
-          exception, a forward-only call, and the making of a model. This rank's part of each parameter is compared
-          with its main parameter, rounded. In other steps it copies a few elements of up to 16 parameters, and
-          compares them at the next close look, or as findings are asked for.
-          And of each optimizer some elements of its moments, and of the weights of which there is one copy (in
-          fp32), as a step has ended, and as the next one begins. Loads show themselves to LoadedIsThere. All this
-          in all releases.
+          Optimizers with main parameters in fp32 are watched as they take the gradients of a step: patches have
+          put everything right by then. This rank's part of each parameter is compared with its main parameter,
+          rounded. That is in every MEGAPATCH_AUDIT_EVERY steps (50), and in the step after a load, a save, an
+          exception, a forward-only call, or the making of a model. In other steps it copies a few elements of up
+          to 16 parameters, and compares them at the next close look, or as findings are asked for.
+          Of each optimizer some elements of its moments are compared, from the end of a step to the beginning of
+          the next. So are weights of which there is one copy (in fp32). Loads show themselves to LoadedIsThere.
+          All this in all releases.
 Limits    changes of other elements of gradients through .data, or by an extension. FP8 parameters, main parameters
           on another device, and those that a precision-aware optimizer does not keep in fp32 are not compared.
           Between steps up to 16 parameters of each optimizer are looked at, 8 elements of each; FSDP's are not.
@@ -117,6 +117,10 @@ class StepBegins(Part):
         self._compare_gradients(step.chunks)
         self._looks = self.audit.looks()
         for optimizer in step.optimizers:
+            if self._looks and (apart := _apart(optimizer)):
+                named = (pair for chunk in step.chunks for pair in chunk.module.named_parameters())
+                what = f"the optimizer steps other memory than that of {describe(apart, named)}"
+                self.ledger.report("kept-between-steps", "memory", what)
             left = self._left.pop(optimizer, None)
             if left is not None and left.loads == self.audit.loads:
                 for what, now in _samples(optimizer).items():
@@ -224,6 +228,13 @@ def _weights(optimizer: Any) -> list[Any]:
         if hasattr(optimizer, name):
             return evenly_of(getattr(optimizer, name))
     return stepped_by(optimizer)
+
+
+def _apart(optimizer: Any) -> list[Any]:
+    """Return those of some parameters in fp32 of which this rank steps a shard that is not their memory."""
+    models, shards = (evenly_of(getattr(optimizer, f"{of}_fp32_groups", None) or ()) for of in ("model", "shard"))
+    places = (each.untyped_storage().data_ptr() for each in shards)
+    return [each for each, place in zip(models, places, strict=True) if each.untyped_storage().data_ptr() != place]
 
 
 def _moments(optimizer: Any) -> Iterator[Any]:

@@ -73,8 +73,8 @@ class Events:
 class Summary:
     """The reports of some ranks; docs/audit.md has what is in it.
 
-    In `rules` the name is followed by the reason why it is not watched, or by how many things were judged by it on
-    the rank that has judged fewest.
+    In `rules` a name is followed by the reason why the rule is not watched, or by how many things it has judged,
+    on the rank with the fewest.
     """
 
     ranks: list[int]

@@ -1,48 +1,31 @@
 """training-mode, evaluation-mode: dropout and auxiliary losses are on in calls that train only.
 
 Watches   each forward-backward call, as it begins: `training` of the chunks' modules, where they have dropout or a
-          router with an auxiliary loss, for which it makes a difference; and that of each layer with dropout. In a
-          call that begins in the wrong mode it looks again as the model runs, by torch's hook for all modules,
-          which changes no module: Megatron-LM's train_rl.py changes the mode in its forward step.
-Limits    the mode of the model inside a chunk's wrappers counts, and that of layers in which something is trained:
-          a frozen tower may be in eval(). Of dropout without a torch.nn.Dropout only the rates of the config and
-          of Megatron's layers are known. Of routers the model's mode counts.
-Cost      a fraction of a microsecond a layer and call; a look through a chunk's modules in its first; a hook on
-          modules in a call that begins in the wrong mode.
+          router with an auxiliary loss, for which it makes a difference; and that of each layer with dropout.
+          And torch's Module.train(), by which eval() works, too: Megatron-LM's train_rl.py changes the mode in its
+          forward step. No hook is registered on any module.
+Limits    a call in which the mode of any module is changed is not judged. The mode of the model inside a chunk's
+          wrappers counts, and that of layers in which something is trained: a frozen tower may be in eval(). Of
+          dropout without a torch.nn.Dropout only the rates of the config and of Megatron's layers are known. Of
+          routers the model's mode counts.
+Cost      a fraction of a microsecond a layer and call; a look through a chunk's modules in its first.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from .._mcore.side_table import SideTable
+from ..patch import Site
 from ._audit import Audit, Call, Part
 from ._chunks import has_router_losses
+from ._watching import before, site
 
 _RATES = ("hidden_dropout", "attention_dropout")
 """Of the config, and of Megatron's and Transformer Engine's layers."""
-
-
-class _Suspect:
-    """A model with parts in the wrong mode as a call begins, which are looked at again as it runs."""
-
-    def __init__(self, model: Any, parts: list[Any]) -> None:
-        from torch.nn.modules.module import register_module_forward_pre_hook
-
-        self._modes: set[bool] = set()
-        self._model, self._parts = model, parts
-        self._hook = register_module_forward_pre_hook(self._look)
-
-    def _look(self, module: Any, _: Any) -> None:
-        if module is self._model:
-            self._modes.update(part.training for part in self._parts)
-
-    def has_run(self, training: bool) -> bool:
-        """Return whether any part has run in this mode, and look no longer."""
-        self._hook.remove()
-        return training in self._modes
 
 
 class TrainingMode(Part):
@@ -50,15 +33,21 @@ class TrainingMode(Part):
         super().__init__(audit)
         self._droppers = SideTable()
         """About a chunk: its model, and the layers that drop something, if any is dropped."""
-        self._suspected: dict[Call, list[_Suspect]] = {}
-        """By call that is under way, the models that it began to run in the wrong mode."""
+        self._suspected: set[Call] = set()
+        """Calls under way that began in the wrong mode, which nothing has changed since."""
+
+    def sites(self) -> Iterator[Site]:
+        yield site("torch.nn.modules.module", {"Module.train": before(self._note_change)})
+
+    def _note_change(self, *_: Any, **__: Any) -> None:
+        self._suspected.clear()
 
     def drops(self) -> bool:
         """Return whether anything is dropped in a model that is there and has made a call."""
         return any(self._droppers.get(chunk) for chunk in self.audit.models.chunks)
 
     def begin_call(self, call: Call) -> None:
-        """Suspect the models that are in the other mode."""
+        """Suspect a call whose models are in the other mode."""
         for chunk in call.chunks:
             model = _unwrapped(chunk)
             if model is chunk:
@@ -69,13 +58,13 @@ class TrainingMode(Part):
                 parts = [model]
             self.ledger.judged["training-mode" if call.trains else "evaluation-mode"] += bool(parts)
             if any(part.training != call.trains for part in parts):
-                self._suspected.setdefault(call, []).append(_Suspect(model, parts))
+                self._suspected.add(call)
 
     def end_call(self, call: Call) -> None:
-        """Report a call whose models were in the other mode as they ran, too."""
-        wrong = [suspect.has_run(not call.trains) for suspect in self._suspected.pop(call, [])]
-        if not any(wrong):
+        """Report a call whose models were in the other mode all the time."""
+        if call not in self._suspected:
             return
+        self._suspected.discard(call)
         if call.trains:
             what = "a forward-backward call trains a model, or layers of it, in eval()"
             self.ledger.report("training-mode", "eval", what)

@@ -83,7 +83,7 @@ def site(
     expected: Mapping[str, tuple[str, ...]] | None = None,
     optional: str | None = None,
 ) -> Site:
-    """Return a site that can be watched where all of its functions are there, with the parameters that are read.
+    """Return a site that is watched if it has all of these functions, with the parameters that the audit reads.
 
     Args:
         replace: as in Site.

@@ -3,9 +3,9 @@
 Watches   the resume in megapatch.weight_sync, which TrainPump and all patches use; and pausing, resuming and
           weight syncs in SkyRL's clients and asynchronous trainer and in AReaL's engines, in the releases that
           have them (`sites`). Where one of them raises and the exception is survived, inference engines may
-          never answer again, and training waits for rollouts without an error. Generation that a failed sync has
-          left paused is looked at again some seconds later, when findings are asked for, and when the audit or
-          the process ends: until then, the code that caught the exception may have resumed it.
+          never answer again, and training waits for rollouts without an error. If a failed sync has left
+          generation paused, the audit looks again some seconds later, when findings are asked for, and when the
+          audit or the process ends. Until then, the code that caught the exception may have resumed it.
           And each sync of slime's and miles' actor, in all releases, which knows the trained weights from a copy.
 Limits    the process that pauses is watched. Engines that are asked by other means are not, nor verl's replicas,
           which each kind of engine pauses in its own way. No engine says which weights it has received.

@@ -5,14 +5,18 @@ Correct trainers are in test_correct.py.
 
 from __future__ import annotations
 
+import logging
+import re
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pytest
 from rigs.audit import running_audit
 from rigs.cells import AUDITED, run_cells
-from rigs.megatron.options import UNPATCHED
-from rigs.mistakes.table import LATER, MISTAKES, as_markdown, as_sentence
+from rigs.megatron.options import UNPATCHED, Log
+from rigs.mistakes.gradients import LEARNS
+from rigs.mistakes.table import LATER, MISTAKES, QUIET, SEEN, as_markdown, as_sentences
 from rigs.where import chosen, with_nightly
 
 from megapatch import audit
@@ -23,6 +27,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "audit-tests.md").read_text()
 STEPS = 3
 SAMPLED = ("main-params-agree", "kept-between-steps")  # they know the step, however late they are read
 MOST_MISSED = 0.1  # of all mistakes; those that cannot be seen in Megatron's objects are among them
+STEPS_BY_DEFAULT = 9  # ranks are compared, and samples read, after 1, 2, 4 and 8 of them
+MOST_QUIET = 0.1  # of those that are found
 
 
 def found(mistake, before=None):
@@ -38,15 +44,28 @@ def found(mistake, before=None):
     return [(one.rule, one.step - before, one.rank, one.is_note, str(one)) for one in results]
 
 
-def job(rank, world_size, names, before=None):
+def said(mistake):
+    """Return the rules that a log at WARNING names in the first steps of a run, and whether as notes."""
+    init_parallel(**mistake.layout)
+    audit.clear()
+    model, log = tiny_gpt(layers=4, **mistake.options), Log()
+    log.setLevel(logging.WARNING)
+    running_audit().ledger.step = 0
+    for step in range(STEPS_BY_DEFAULT):
+        mistake.take_step(model, step)
+    lines = [re.match(r"audit: (note: )?([\w-]+) \(after", text) for text in log.texts]
+    return [(line[2], bool(line[1])) for line in lines if line]
+
+
+def job(rank, world_size, names, look, *args):
     for name in MISTAKES:
         if name in names:
-            yield name, partial(found, MISTAKES[name], before)
+            yield name, partial(look, MISTAKES[name], *args)
 
 
 @pytest.fixture(scope="module")
 def ranks(request):
-    return run_cells(job, 2, chosen(request, "name"), env={**UNPATCHED, **AUDITED})
+    return run_cells(job, 2, chosen(request, "name"), found, env={**UNPATCHED, **AUDITED})
 
 
 @pytest.mark.parametrize("name", with_nightly([*MISTAKES]))
@@ -63,10 +82,10 @@ def test_it_is_found_where_it_first_acts(ranks, name):
 
 @pytest.fixture(scope="module")
 def between_comparisons(request):
-    return run_cells(job, 2, chosen(request, "mistaken"), 33, env={**UNPATCHED, "MEGAPATCH_AUDIT": "1"})
+    return run_cells(job, 2, chosen(request, "mistaken"), found, 33, env={**UNPATCHED, "MEGAPATCH_AUDIT": "1"})
 
 
-@pytest.mark.parametrize("mistaken", with_nightly([name for name in MISTAKES if MISTAKES[name].finds]))
+@pytest.mark.parametrize("mistaken", with_nightly(SEEN))
 def test_it_is_found_between_comparisons_of_ranks(between_comparisons, mistaken):
     expected = MISTAKES[mistaken].finds
     found = {rule: step for cells in between_comparisons for rule, step, *_ in cells[mistaken]}
@@ -74,13 +93,30 @@ def test_it_is_found_between_comparisons_of_ranks(between_comparisons, mistaken)
     assert all(found[rule] == expected[rule] for rule in SAMPLED if rule in found), found
 
 
+@pytest.fixture(scope="module")
+def said_by_default(request):
+    return run_cells(job, 2, chosen(request, "by_default"), said, env={**UNPATCHED, "MEGAPATCH_AUDIT": "1"})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("by_default", SEEN)
+def test_a_default_log_says_it_while_it_runs_and_a_note_once(said_by_default, by_default):
+    lines = [cells[by_default] for cells in said_by_default]
+    named = {rule for each in lines for rule, _ in each}
+    assert bool(named & {*MISTAKES[by_default].finds}) == (by_default not in QUIET), lines
+    assert all(count == 1 for each in lines for (_, is_note), count in Counter(each).items() if is_note), lines
+
+
 def test_most_are_found():
     missed = [mistake.name for mistake in MISTAKES.values() if not mistake.finds]
     assert len(MISTAKES) >= 76 and len(missed) <= MOST_MISSED * len(MISTAKES)
+    assert len(QUIET) <= MOST_QUIET * len(SEEN)
 
 
 def test_the_page_has_them():
     """`python -m rigs.mistakes.table` in tests/ prints the table."""
     missing = [row for row in as_markdown().splitlines() if f"\n{row}\n" not in PAGE]
     assert not missing
-    assert as_sentence() in " ".join(PAGE.split("\n"))
+    page = " ".join(PAGE.split("\n"))
+    assert as_sentences() in page
+    assert f"Of the mistakes above {len(SEEN)} are found" in page or not LEARNS

@@ -17,6 +17,7 @@ TABLES = (
 MISTAKES = {mistake.name: mistake for table in TABLES for mistake in table.rows.values()}
 
 LATER = (
+    "a head replaced after it was wrapped",
     "layers frozen after they were wrapped",
     "weights are loaded on one rank only",
     "weights are loaded on one rank of tensor parallelism",
@@ -28,6 +29,10 @@ LATER = (
     "stages have one seed",
 )
 """Mistakes of which nothing is found by default until ranks are compared."""
+
+SEEN = [name for name, mistake in MISTAKES.items() if mistake.finds]
+QUIET: tuple[str, ...] = ()
+"""Those of which a log at WARNING says nothing in the first steps of a run."""
 
 
 def as_markdown() -> str:
@@ -41,10 +46,14 @@ def as_markdown() -> str:
     return "\n".join(rows) + "\n"
 
 
-def as_sentence() -> str:
-    """Return the names of the mistakes that are found only where ranks are compared."""
-    return f"All but {len(LATER)} are also found between two such comparisons; these are: {'; '.join(LATER)}."
+def as_sentences() -> str:
+    """Return which mistakes are found only where ranks are compared, and which a log does not name."""
+    quiet = f"all but {len(QUIET)} ({'; '.join(QUIET)})" if QUIET else "all"
+    return (
+        f"All but {len(LATER)} are also found between two such comparisons; these are: {'; '.join(LATER)}. "
+        f"With the default settings a log at WARNING names {quiet} within nine steps, and each note once."
+    )
 
 
 if __name__ == "__main__":
-    print(as_markdown(), as_sentence(), sep="\n")
+    print(as_markdown(), as_sentences(), sep="\n")

@@ -124,6 +124,14 @@ def adapter_merged_for_good(model, step):
     model.train_step(step)
 
 
+@SWAPS.row("weights come back in other memory, in fp32, sharded", {"kept-between-steps": 1}, **FP32)
+def other_memory(model, step):
+    """An offload that assigns `parameter.data`: the buffer is stepped, and the model stays as it was (verl#64)."""
+    for parameter in parameters_of(model) if step == 1 else ():
+        parameter.data = parameter.data.clone()
+    model.train_step(step)
+
+
 def parts_of(optimizer):
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
