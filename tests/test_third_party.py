@@ -177,6 +177,12 @@ def test_its_patches_are_switched_by_their_own_names(distribute, target, patches
     assert "no patch is called" not in caplog.text
 
 
+def test_until_it_is_loaded_it_may_change_numbers(distribute, target, patches):
+    distribute(target, f"{patches}:LOUDER")
+    engine = make_engine(own := make_patch("nowhere"))
+    assert engine.roster.matching_names("@same-numbers") == [own.name]
+
+
 def test_an_unknown_name_is_said_once_all_are_loaded(distribute, target, patches, caplog):
     distribute(target, f"{patches}:LOUDER")
     make_engine(disable=("acme.lauder",), strict_value="perhaps").activate()

@@ -64,6 +64,8 @@ def test_a_bad_setting_is_said_once(fake_megatron, variable, value, said):
     audit = {"MEGAPATCH_AUDIT": "1"} if "AUDIT" in variable else {}
     shown = run("doctor", "--no-import", path=fake_megatron(DDP), **{variable: value}, **audit)
     assert shown.returncode == 2 and shown.stderr.count(said) == 1
+    if not audit:  # other commands begin with it, as a WARNING
+        assert run("list", **{variable: value}).stderr.count(said) == 1
 
 
 def test_without_a_dependency_the_exit_code_is_that_of_a_bad_environment(tmp_path):
@@ -345,6 +347,16 @@ def test_doctor_does_not_pass_over_a_bad_environment(fake_megatron):
     told = " ".join(shown.stdout.split())
     assert f"MEGAPATCH_DISABLE=megatron.*,slime keeps off {family('megatron')}" in told
     assert "MEGAPATCH_STRICT=maybe makes a patch that is not in place an error" in told
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [("MEGAPATCH_DISABLE", "keeps off acme.x"), ("MEGAPATCH_ONLY", "keeps off everything but acme.x")],
+)
+def test_a_selection_is_shown_as_the_patches_that_it_stands_for(variable, said):
+    patches = (PatchInfo("acme.x", "x", None, ("m",)), PatchInfo("acme.y", "y", None, ("m",), True))
+    report = Report(tuple(PatchReport(patch, ()) for patch in patches), {})
+    assert examination._settings({variable: "@same-numbers"}, report) == [(variable, "@same-numbers", said)]
 
 
 IMPORTS = {

@@ -20,8 +20,10 @@ from rigs.megatron.save import minor
 
 from megapatch._mcore.bucket_groups import bucket_groups
 from megapatch.testing import MegatronLoop
+from megapatch.testing._data import forward_step
 
 from .layouts import DENSE, EVERY, OFFLOADED, ON_DISKS, SHARDS, here
+from .own_classes import is_decorated, specified
 from .steps import unfinished
 from .trainer import parts_of
 
@@ -268,6 +270,16 @@ def layouts_in_turn(run):
     yield "a model in it", trainer.train(0)
 
 
+@calls("fp32", "bf16, sharded")
+def what_inspect_says(run):
+    trainer = own_trainer(run)
+    yield "building", None
+    found = specified(trainer).items()
+    yield "signature()", {name: str(inspect.signature(each)) for name, each in found}
+    plain = {name: str(inspect.getfullargspec(each)) for name, each in found if not is_decorated(each)}
+    yield "getfullargspec()", plain
+
+
 @calls("fp32")
 def a_rerun_machine(run):
     from rigs.megatron.options import iterate, new_machine, rerun_data
@@ -316,6 +328,12 @@ def megatrons_own_train(run):
     # Once: another call is what a patch repairs.
     yield "train(), with a step that the user wraps meanwhile", loop.train(3)
     handle.remove()
+    rerun = importlib.import_module("megatron.core.rerun_state_machine")
+    evaluate = importlib.import_module("megatron.training.training").evaluate
+    data = rerun.RerunDataIterator(iter(trainer.model.microbatches(100)))
+    step = functools.partial(forward_step, two_tuple=True)
+    of_model = (trainer.model.chunks, None, trainer.model.config)
+    yield "evaluate()", evaluate(step, data, *of_model, eval_iters=1)
     save = functools.partial(checkpointing.save_checkpoint, num_floating_point_operations_so_far=0)
     yield "save_checkpoint()", save(3, *model, checkpointing_context=loop.checkpointing_context)
     yield "load_checkpoint()", checkpointing.load_checkpoint(*model)

@@ -58,6 +58,19 @@ def methods(kind):
     return {name: each for name, each in found.items() if is_method(name, each)}
 
 
+def specified(trainer):
+    """Return functions that patches replace, and all methods of a trainer's objects, by name."""
+    found = {name: getattr(module, name) for module, name in functions()}
+    for kind in dict.fromkeys(map(type, objects(trainer))):
+        found |= {f"{kind.__name__}.{name}": each for name, each in methods(kind).items()}
+    return found
+
+
+def is_decorated(function):
+    """Return whether it is, as by torch.no_grad(): of such getfullargspec() says less."""
+    return inspect.getsource(function).lstrip().startswith("@")
+
+
 def is_method(name, each):
     """Return whether this is Megatron's, and public: patches replace some that are inherited from torch.
 
@@ -159,14 +172,11 @@ def functions_mocked_in_a_users_tests(run):
 @program("fp32", "bf16, sharded")
 def what_inspect_says_of_each_method(run):
     trainer = run.trainer()
-    found = {name: getattr(module, name) for module, name in functions()}
-    for kind in dict.fromkeys(map(type, objects(trainer))):
-        found |= {f"{kind.__name__}.{name}": each for name, each in methods(kind).items()}
-    for name, each in sorted(found.items()):
+    for name, each in sorted(specified(trainer).items()):
         source = inspect.getsource(each)
         run.note("source", (source, inspect.unwrap(each).__code__.co_name, each.__doc__))
         run.note("signature", (name, str(inspect.signature(each))))
-        if not source.lstrip().startswith("@"):  # of what torch.no_grad() decorates getfullargspec() says less
+        if not is_decorated(each):
             run.note("arguments", str(inspect.getfullargspec(each)))
         run.note("kinds", (inspect.isgeneratorfunction(each), inspect.iscoroutinefunction(each)))
         if "<locals>" not in each.__qualname__:

@@ -14,7 +14,7 @@ from rigs.megatron.options import UNPATCHED, Interrupted, needs_training
 
 from megapatch._verify.check import DefectSeen
 from megapatch._verify.checks.loads import start_from_pretrained
-from megapatch.patches.megatron.finetune_for_one_load import PATCH, noting, put_back
+from megapatch.patches.megatron.finetune_for_one_load import PATCH, noting, put_back, restore, restore_after_hook
 
 pytestmark = needs_training
 MEGATRON = PATCH.sites[0]
@@ -54,6 +54,27 @@ def test_the_flag_stays_until_the_next_load_from_the_same_folder():
     assert load(settings, "own") == (1, 1)
     settings.finetune = True
     assert load(settings, "own") == (True, True)  # the user's own
+
+
+def test_a_hook_that_loads_a_base_model_leaves_the_setting_to_its_load_alone():
+    """As Megatron-Bridge's hook does with PEFT, which sets the flag before it loads."""
+    settings, found = Namespace(finetune=False, load="own"), []
+
+    def create_hook(cfg, state):
+        def hook(model):
+            cfg.checkpoint.finetune = True
+            return model
+
+        return hook
+
+    def load_checkpoint():
+        found.append(settings.finetune)
+
+    hook = restore_after_hook(create_hook)(Namespace(checkpoint=settings), state=None)
+    assert (hook("model"), settings.finetune) == ("model", True)  # which setup() reads
+    for _ in range(2):
+        restore(lambda function: lambda args, kwargs: (settings, "own"), load_checkpoint)()
+    assert found == [False, False]
 
 
 def verdicts(rank, world_size):
