@@ -167,6 +167,7 @@ def test_steps_in_calls_are_those_of_one_call(patched, way, between):
 
 
 @cases()
+@pytest.mark.nightly
 def test_so_they_are_on_4_ranks(patched_on_4, way, between):
     for found in patched_on_4:
         assert max(found[way, between]) < 1e-5, found[way, between]
