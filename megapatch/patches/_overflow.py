@@ -20,9 +20,12 @@ log = logging.getLogger("megapatch")
 
 
 @contextlib.contextmanager
-def overflow_answered(optimizer: Any, answer: tuple[Any, ...]) -> Iterator[list[Any]]:
-    """Let optimizer.step() return `answer` where it found an overflow. Yields a list that gets each such step."""
-    step, overflows = optimizer.step, []
+def overflow_answered(trainer: Any, answer: tuple[Any, ...]) -> Iterator[list[Any]]:
+    """Let the step() of the trainer's optimizer return `answer` where it found an overflow, and count these steps.
+
+    Yields a list that gets each of them. Nothing is counted when the body raises.
+    """
+    step, overflows = trainer.optimizer.step, []
 
     def answered() -> Any:
         found = step()
@@ -31,8 +34,10 @@ def overflow_answered(optimizer: Any, answer: tuple[Any, ...]) -> Iterator[list[
         overflows.append(found)
         return answer
 
-    with temporarily_set(optimizer, step=answered):
+    with temporarily_set(trainer.optimizer, step=answered):
         yield overflows
+    if overflows:
+        count_overflow(trainer)
 
 
 def leave_overflows_to_optimizer(chunks: Iterable[Any]) -> None:

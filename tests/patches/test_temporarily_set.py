@@ -1,10 +1,12 @@
 """Attributes that patches set for a while are gone afterwards, also after an exception. Needs no torch."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
 from megapatch._python.dotted import temporarily_set
+from megapatch.patches import _overflow
 from megapatch.patches._overflow import OVERFLOW, overflow_answered
 
 
@@ -47,19 +49,23 @@ def test_what_others_have_set_meanwhile_stays():
         ((False, 1.0, None), (False, 1.0, None), 0),
     ],
 )
-def test_an_overflow_is_answered_and_any_other_result_is_not(found, answer, count):
+def test_an_overflow_is_answered_and_counted_and_any_other_result_is_not(found, answer, count, monkeypatch):
+    monkeypatch.setattr(_overflow, "count_overflow", (counted := []).append)
     optimizer = Optimizer()
     optimizer.found = found
-    with overflow_answered(optimizer, "answer") as overflows:
+    trainer = SimpleNamespace(optimizer=optimizer)
+    with overflow_answered(trainer, "answer") as overflows:
         assert optimizer.step() == answer
     assert overflows == [OVERFLOW] * count
+    assert counted == [trainer] * count
     assert "step" not in vars(optimizer)
 
 
 def test_a_step_that_raises_leaves_the_optimizer_its_own():
     optimizer = Optimizer()
     optimizer.found = None
-    with pytest.raises(ZeroDivisionError), overflow_answered(optimizer, "answer") as overflows:
+    trainer = SimpleNamespace(optimizer=optimizer)
+    with pytest.raises(ZeroDivisionError), overflow_answered(trainer, "answer") as overflows:
         optimizer.step()
     assert overflows == []
     assert "step" not in vars(optimizer)

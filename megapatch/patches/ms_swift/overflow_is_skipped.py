@@ -28,7 +28,7 @@ from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, cannot_run, lacking, missing_names, missing_parameters, with_globals
-from .._overflow import count_overflow, leave_overflows_to_optimizer, overflow_answered
+from .._overflow import leave_overflows_to_optimizer, overflow_answered
 
 WRAP_MODULE = "swift.megatron.utils.megatron_lm_utils"
 WRAP = "wrap_model"
@@ -93,11 +93,8 @@ def _nothing(*ignored: Any, **also_ignored: Any) -> None: ...
 def accept_overflow(train_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train_step)
     def patched_train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with overflow_answered(self.optimizer, (False, math.inf, None)) as skipped:
-            result = train_step(self, *args, **kwargs)
-        if skipped:
-            count_overflow(self)
-        return result
+        with overflow_answered(self, (False, math.inf, None)):
+            return train_step(self, *args, **kwargs)
 
     return patched_train_step
 

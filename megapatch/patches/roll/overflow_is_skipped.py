@@ -27,7 +27,7 @@ from typing import Any
 from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import codes_of, lacking, missing_names
-from .._overflow import count_overflow, leave_overflows_to_optimizer, overflow_answered
+from .._overflow import leave_overflows_to_optimizer, overflow_answered
 
 MODULE = "roll.distributed.strategy.megatron_strategy"
 STRATEGY = "MegatronTrainStrategy"
@@ -60,16 +60,13 @@ def accept_overflow(train_step: Callable[..., Any]) -> Callable[..., Any]:
             return train_step(self, *args, **kwargs)
         leave_overflows_to_optimizer(self.models_wrapped)
         step = self.scheduler.step
-        with overflow_answered(self.optimizer, (True, math.inf, None)) as skipped:
+        with overflow_answered(self, (True, math.inf, None)) as skipped:
 
             def stay_if_skipped(*args: Any, **kwargs: Any) -> Any:
                 return None if skipped else step(*args, **kwargs)
 
             with temporarily_set(self.scheduler, step=stay_if_skipped):
-                result = train_step(self, *args, **kwargs)
-        if skipped:
-            count_overflow(self)
-        return result
+                return train_step(self, *args, **kwargs)
 
     return patched_train_step
 

@@ -25,7 +25,7 @@ from typing import Any
 from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names
-from .._overflow import OVERFLOW, count_overflow, overflow_answered, standing_still
+from .._overflow import OVERFLOW, overflow_answered, standing_still
 
 MODULE = "verl.workers.engine.megatron.transformer_impl"
 ENGINE = "MegatronEngine"
@@ -55,12 +55,10 @@ def diagnose(module: ModuleType) -> Verdict:
 def accept_overflow(optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(optimizer_step)
     def patched_optimizer_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with overflow_answered(self.optimizer, (True, math.inf, None)) as skipped:
+        with overflow_answered(self, (True, math.inf, None)) as skipped:
             norm = optimizer_step(self, *args, **kwargs)
         steps = _SKIPPED if skipped else _TAKEN
         steps.set(self, steps.get(self, 0) + 1)
-        if skipped:
-            count_overflow(self)
         return norm
 
     return patched_optimizer_step

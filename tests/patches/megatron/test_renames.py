@@ -6,5 +6,6 @@ from rigs.renames import assert_renames_are_seen
 
 
 @pytest.mark.every_patch("megatron")
+@pytest.mark.nightly
 def test_a_renamed_name_is_not_taken_for_a_repair():
     assert_renames_are_seen("megatron", at_least=1200, env=UNPATCHED)
