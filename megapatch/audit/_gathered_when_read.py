@@ -126,6 +126,10 @@ class GatheredWhenRead(Part):
         waiting = (group for group in self.due if not any(state.arrivals for state in states_in(group)))
         return {id(parameter) for group in waiting for parameter in group.params}
 
+    def _waiting(self) -> Iterator[Any]:
+        """Yield the parameters that wait for a gather."""
+        return (parameter for group in self.due for parameter in group.params)
+
     # ------------------------------------------------------------------------ readers
     def _reading_module(self, reader: str) -> Watcher:
         def note(module: Any, *_: Any, **__: Any) -> None:
@@ -181,12 +185,11 @@ class GatheredWhenRead(Part):
         """Report parameters among what is saved."""
         if self.due and not self._is_reading:
             places = {tensor.data_ptr() for tensor in tensors} - {0}
-            waiting = (parameter for group in self.due for parameter in group.params)
-            self._note_read(saver, [parameter for parameter in waiting if parameter.data_ptr() in places])
+            self._note_read(saver, [each for each in self._waiting() if each.data_ptr() in places])
 
     @observes
     def _note_read(self, reader: str, parameters: Iterable[Any], kind: str = "read") -> None:
-        waiting = {id(parameter) for group in self.due for parameter in group.params}
+        waiting = {id(parameter) for parameter in self._waiting()}
         read = [parameter for parameter in parameters if id(parameter) in waiting]
         if read:
             what = f"{reader} reads {self._name(read)} before the gather"
@@ -200,8 +203,7 @@ class GatheredWhenRead(Part):
             self._note_received(*arguments, **options)
             return
         memory = _memory_of(each for each in (*arguments, *options.values()) if isinstance(each, Tensor))
-        waiting = (parameter for group in self.due for parameter in group.params)
-        sent = [parameter for parameter in waiting if memory & _memory_of([parameter])] if memory else []
+        sent = [each for each in self._waiting() if memory & _memory_of([each])] if memory else []
         output = next(iter((*arguments, *options.values())), ())
         outputs = [output] if isinstance(output, Tensor) else output
         if sent and collective.startswith("all_gather") and _memory_of(outputs) & _memory_of(sent):
@@ -213,8 +215,7 @@ class GatheredWhenRead(Part):
     def _note_received(self, tensor: Any, *_: Any, **__: Any) -> None:
         """Take bucket groups that were received whole off the list."""
         place = tensor.data_ptr()
-        waiting = (parameter for group in self.due for parameter in group.params)
-        self._received.update(id(each) for each in waiting if each.data_ptr() == place)
+        self._received.update(id(each) for each in self._waiting() if each.data_ptr() == place)
         self.due -= {group for group in self.due if self._received.issuperset(map(id, group.params))}
 
     def _name(self, parameters: list[Any]) -> str:

@@ -2,8 +2,8 @@
 
 Watches   the hooks that DistributedDataParallel gives to its parameters, _ParamAndGradBuffer.reset(), and
           start_grad_sync() of the bucket groups, in all releases. They are counted by bucket, and judged as the
-          optimizer step begins. A parameter without a gradient in a step in which others have one is noted at
-          once if it had any before, and otherwise in the steps that compare ranks.
+          optimizer step begins. If others have a gradient in a step, a parameter without one is noted: at once
+          if it had any before, else in the steps that compare ranks.
 Limits    chunks that were wrapped before any audit began are not judged, nor Megatron-FSDP and torch's FSDP2,
           which have no buckets. Gradients that are zeroed by hand, without reset(), are looked at where a
           gradient would be added to old ones. A replayed CUDA graph runs no hook. Gradients that are dropped
@@ -80,14 +80,14 @@ class Gradients(Part):
             if place is None:
                 return hook
             state, number = place
-            arrived = state.arrived
+            arrived, owner = state.arrived, weakref.ref(ddp)  # what the hook itself holds may become a proxy
 
             def audited_hook(*unused: Any) -> Any:
                 # It runs for each parameter in each backward pass: nothing is looked up here.
                 watcher = state.watcher
                 if watcher is not None:
                     if state.reduces or state.stepped:
-                        watcher.note_late(ddp, state, number)
+                        watcher.note_late(owner(), state, number)
                     state.arrivals += 1
                     arrived[number] = True
                 return hook(*unused)

@@ -6,7 +6,8 @@ import os
 
 import pytest
 import torch
-from rigs.audit import Thing, part_of
+from rigs.audit import Thing, part_of, watcher_of
+from torch.nn.modules import module as hooks
 
 import megapatch
 from megapatch._python import places
@@ -16,7 +17,9 @@ from megapatch.audit._chunks import state_of
 from megapatch.audit._gradients import Gradients
 from megapatch.audit._saves import Saves
 from megapatch.audit._scaled_once import ScaledOnce
+from megapatch.audit._training_mode import TrainingMode
 from megapatch.audit._weight_syncs import WeightSyncs
+from megapatch.patches.megatron.dropped_models_freed import refer_weakly
 
 
 def rules(watching):
@@ -60,6 +63,20 @@ def test_a_parameter_without_a_bucket_is_not_looked_at(watching, caplog):
     assert make(chunk, torch.nn.Parameter(torch.ones(1))) is hook
     assert make(chunk, chunk.parameter) is not hook
     assert not caplog.records
+
+
+def test_gradients_that_are_changed_by_hand_are_known_where_hooks_hold_their_model_weakly(watching):
+    gradients, chunk = part_of(watching, Gradients), Chunk()
+    chunk.module = Thing(named_parameters=lambda: [("parameter", chunk.parameter)])
+    chunk.parameter.main_grad = torch.ones(1)
+    make = refer_weakly(gradients.watch_arrivals(lambda chunk, parameter: lambda *unused: None))
+    hook, state = make(chunk, chunk.parameter), state_of(chunk.bucket)
+    for by_hand in (False, True):
+        if by_hand:
+            gradients._by_hand.add(chunk)
+        state.stepped, state.late = True, None
+        hook()
+        assert (state.late is None) == by_hand
 
 
 @pytest.mark.parametrize("handles", [False, True])
@@ -106,6 +123,23 @@ def test_losses_that_were_not_scaled_are_those_of_one_step_and_of_calls_that_tra
     assert chunk not in scales._unscaled_losses
 
 
+# ------------------------------------------------------------------------ modes
+@pytest.mark.parametrize("corrects", [False, True], ids=["stays", "is corrected"])
+def test_a_call_in_the_wrong_mode_is_noted_unless_it_changes_the_mode_and_no_module_has_a_hook(watching, corrects):
+    part, wrapper = part_of(watching, TrainingMode), torch.nn.Module()
+    wrapper.module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.5)).eval()
+    wrapper.config = Thing()
+    train = watcher_of(part, "Module.train")(torch.nn.Module.train)
+    call = Call([wrapper], trains=True)
+    part.begin_call(call)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in wrapper.modules())
+    assert not hooks._global_forward_pre_hooks and not hooks._global_forward_hooks
+    if corrects:
+        train(wrapper)
+    part.end_call(call)
+    assert [note.rule for note in watching.ledger.notes()] == ["training-mode"] * (not corrects)
+
+
 # ------------------------------------------------------------------------ checkpoints
 class Strategy:
     pass
@@ -148,13 +182,17 @@ class Buggy(Part):
     def look(self):
         raise KeyError("a bug")
 
+    def begin_call(self, call):
+        """As all parts see calls: nothing has to be said for it to be guarded."""
+        raise KeyError("a bug")
+
 
 def test_a_bug_of_the_audit_is_told_once(watching, caplog):
     part = Buggy(watching)
-    assert [part.look(), part.look()] == [None, None]
-    (record,) = caplog.records
-    assert "look failed, and finds nothing" in record.getMessage()
-    assert record.exc_info[0] is KeyError
+    assert [part.look(), part.look(), part.begin_call(None), part.begin_call(None)] == [None] * 4
+    for record, name in zip(caplog.records, ("look", "begin_call"), strict=True):
+        assert f"{name} failed, and finds nothing" in record.getMessage()
+        assert record.exc_info[0] is KeyError
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ MUTABLE = (Counter, dict, list, set, weakref.WeakKeyDictionary, weakref.WeakSet,
 """In a side table are facts about objects, gone with them."""
 
 
-CONSTANTS = {"BEFORE_STEP", "CATALOGUE", "_field_defaults"}
+CONSTANTS = {"BEFORE_STEP", "CATALOGUE", "_EVENTS", "_FOUND", "_SHAPE", "_field_defaults"}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in Path(audit.__file__).parent.glob("_*.py")))

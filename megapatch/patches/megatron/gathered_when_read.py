@@ -21,12 +21,13 @@ Seam      three kinds. (1) Calls that all ranks make gather first: save_checkpoi
           Megatron's flag is cleared before the step, not by it: a gather between a backward pass and the step
           would be the last one, and the next forward pass would run on old shards.
 Limits    reading an unwrapped model's own state_dict() or its parameters is not seen: call
-          `megapatch.weight_sync.gathered_parameters(model)` on all ranks before it. Call sharded_state_dict() on
-          all ranks of a data-parallel group, as dist_checkpointing does. Models that gathered_parameters()
-          refuses, saves and exports refuse, too: with reuse_grad_buf_for_mxfp8_param_ag, from an offloaded buffer,
-          and for a layer-wise optimizer, whose parameters sharded_state_dict() and generate_state_dict() leave
-          alone. DistributedDataParallel gets a state_dict() of its own: wrappers that are later put on that of its
-          base class do not see its calls.
+          `megapatch.weight_sync.gathered_parameters(model)` on all ranks before it. Nor is a gather by hand, by
+          torch's collectives: state_dict() raises after it. Call sharded_state_dict() on all ranks of a
+          data-parallel group, as dist_checkpointing does. Models that gathered_parameters() refuses, saves and
+          exports refuse, too: with reuse_grad_buf_for_mxfp8_param_ag, from an offloaded buffer, and for a
+          layer-wise optimizer, whose parameters sharded_state_dict() and generate_state_dict() leave alone.
+          DistributedDataParallel gets a state_dict() of its own: wrappers that are later put on that of its base
+          class do not see its calls.
 Numbers   change where something was read before it was gathered, to those of a run without overlap_param_gather,
           to the last bit. Those of training do not change.
 Cost      about 0.1 us a bucket group in a step. No gather in addition, but with virtual pipeline stages and

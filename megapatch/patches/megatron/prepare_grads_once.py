@@ -12,7 +12,8 @@ Seam      class attributes of the optimizers. An optimizer with a loss scale tha
           (bf16, fp32) preparing again does no harm and is left to Megatron.
 Limits    zero_grad_buffer() of any DistributedDataParallel ends it for all optimizers of the process: between
           prepare_grads() and step() it makes step() prepare again, as without the patch. Writes to main_grad in
-          between may go unseen.
+          between go unseen: if you multiply divided gradients by the loss scale again before step(), switch this
+          patch off.
           slime's `assert update_successful` is left alone: a step() after a prepare_grads() that found no overflow
           succeeds. slime up to 0.2.4 raises UnboundLocalError (grad_norm) after an overflow; 0.3.0 fixes it,
           slime#1762.
