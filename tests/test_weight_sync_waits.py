@@ -22,6 +22,7 @@ import pytest
 from rigs.weight_sync import Failure, World, bracket
 
 from megapatch import MegapatchError, MisuseError
+from megapatch._pausing.waiting import finished
 
 
 class Engines:
@@ -189,6 +190,13 @@ def test_what_cannot_be_waited_for_is_refused_as_what_it_is(kind, how):
     with pytest.raises(MisuseError, match=r"resume_generation\(\) returned a") as raised:
         bracket(lambda: None, UNWAITABLE[kind], body, how)
     assert sys.version_info < (3, 11) or raised.value.__notes__ == ["generation could not be resumed"]
+
+
+@pytest.mark.parametrize("kind", ["generator", "async generator", "function", "context manager"])
+def test_where_nothing_may_have_run_it_is_not_ignored_either(kind):
+    """As what a trainer's method returns is, if it is of a kind that is not known."""
+    with pytest.raises(MisuseError, match="in which nothing may have run"):
+        asyncio.run(finished(UNWAITABLE[kind](), ignored=True))
 
 
 @pytest.mark.parametrize("how", ["with", "async with"])
