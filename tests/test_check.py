@@ -15,6 +15,7 @@ from rigs.engine import TARGET, make_engine, make_patch
 from rigs.where import needs_megatron
 
 import megapatch
+from megapatch import _ranks
 from megapatch._engine.record import Off
 from megapatch._reporting import check as module
 from megapatch._reporting.check import compare_files
@@ -256,3 +257,21 @@ def test_a_folder_that_cannot_be_written_to_does_not_stop_training(tmp_path, mon
     monkeypatch.setenv("MEGAPATCH_REPORT", str(tmp_path / "file"))
     megapatch.check()
     assert f"MEGAPATCH_REPORT={tmp_path / 'file'}: rank 0 cannot write there: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [
+        ("RANK", "WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
+    ],
+)
+def test_each_launchers_rank_and_number_of_ranks_are_known(monkeypatch, rank, size):
+    for name in (*_ranks.RANKS, *_ranks._SIZES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
+    monkeypatch.setenv(rank, "3")
+    monkeypatch.setenv(size, "8")
+    assert _ranks.place() == (3, 8, False)
