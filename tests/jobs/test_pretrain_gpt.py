@@ -12,7 +12,7 @@ import re
 
 import pytest
 from rigs.jobs.flags import BOTH, DISTRIBUTED, FLAGS
-from rigs.jobs.job import JOBS, assert_alike, both_ways, differences, of_checkout
+from rigs.jobs.job import JOBS, assert_alike, beside, both_ways, differences, of_checkout
 from rigs.jobs.job import run as run_once
 from rigs.megatron.options import needs_training
 from rigs.megatron.save import minor
@@ -41,6 +41,8 @@ SETTINGS = {
 }
 FSDP2 = "--bf16 --use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dcp"
 ENVIRONMENT = {"offload": {"JOB_PLACES": "1"}}
+MEANT = ["rerun_state_machine"] if minor() < 18 else []
+"""What differs in checkpoints on purpose: megatron.rerun-state-dict saves the state in each."""
 ENDED_IN_ORDER = {"exit interval": 0, "rerun": 1}
 """What a first run ends with that no signal kills."""
 
@@ -60,7 +62,7 @@ def test_a_straight_run(tmp_path):
     assert steps(plain) == [1, 2, 3, 4, 5]
     assert len(plain.printed["1/stdout.log"]) == 5 + 3  # evaluations
     assert "megatron.train-reentry" in patched.applied
-    assert_alike(plain, patched)
+    assert_alike(plain, patched, MEANT)
 
 
 @pytest.mark.nightly
@@ -69,7 +71,7 @@ def test_a_straight_run_with_the_patches_that_keep_numbers(tmp_path):
     assert plain.code == 0
     assert "megatron.forward-pre-hook" in patched.applied
     assert not patched.applied & {patch.name for patch in PATCHES if patch.changes_numbers}
-    assert_alike(plain, patched)
+    assert_alike(plain, patched, MEANT)
 
 
 @pytest.mark.nightly
@@ -84,7 +86,7 @@ def test_a_run_that_is_killed_and_resumes(tmp_path, setting):
         assert plain.code == 0
         assert steps(plain)[-1] == 5
         assert len(steps(plain)) < 5
-    assert_alike(plain, patched)
+    assert_alike(plain, patched, MEANT)
 
 
 @pytest.mark.nightly
@@ -93,12 +95,19 @@ def test_steps_that_fp16_skips(tmp_path):
     assert plain.code == 0
     (third,) = (line for line in plain.printed["1/stdout.log"] if re.search(r"iteration +3/ ", line))
     assert "number of skipped iterations:   1" in third
-    assert_alike(plain, patched)
+    assert_alike(plain, patched, MEANT)
 
 
 @pytest.mark.nightly
 def test_a_straight_run_with_fsdp2(tmp_path):
-    plain, patched = both_ways(tmp_path, SCRIPT, f"{FLAGS} {FSDP2}", env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    """Up to 0.18 plain Megatron fails in the first step."""
+    flags, env = f"{FLAGS} {FSDP2}", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    plain, patched = both_ways(tmp_path, SCRIPT, flags, env=env)
+    if minor() < 19:
+        assert plain.code == 1
+        assert any("'force_all_reduce'" in line for line in plain.printed["1/stderr.log"])
+        only = {**env, "MEGAPATCH_ONLY": "megatron.torch-fsdp2-finalize,megatron.rerun-state-dict"}
+        plain = run_once(tmp_path / "only", SCRIPT, flags, with_megapatch=True, env=only)
     assert plain.code == 0
     assert steps(plain) == [1, 2, 3, 4, 5]
     assert_alike(plain, patched)
@@ -109,7 +118,7 @@ def test_a_signal_ends_a_run_in_order(tmp_path):
     plain, patched = run(tmp_path, "both overlaps", "--exit-signal-handler", JOB_AT="SIGTERM 3")
     assert steps(plain) == [1, 2, 3]
     assert "ck/iter_0000003" in plain.saved
-    assert_alike(plain, patched)
+    assert_alike(plain, patched, MEANT)
 
 
 @pytest.mark.nightly
@@ -119,7 +128,7 @@ def test_only_an_evaluation(tmp_path):
     assert plain.code == 0
     assert steps(plain) == []
     assert len(plain.printed["1/stdout.log"]) == 2
-    assert_alike(plain, patched)
+    assert_alike(plain, patched, MEANT)
 
 
 @pytest.mark.nightly
@@ -128,7 +137,7 @@ def test_its_main_twice_in_a_process(tmp_path):
     plain, patched = both_ways(tmp_path, JOBS / "twice.py", flags)
     assert plain.code == 0
     assert steps(plain) == [1, 2, 3, 4, 5]
-    assert_alike(plain, patched)
+    assert_alike(plain, patched, MEANT)
 
 
 @pytest.mark.nightly
@@ -143,7 +152,7 @@ def test_train_twice_is_one_longer_run(tmp_path):
     assert without_losses(patched) == without_losses(longer)
     (found,) = differences([[job.folder / "ck/iter_0000005" for job in (longer, patched)]])
     begun = ("iteration", "num_floating_point_operations_so_far")  # with which the second call began
-    assert found == [f"/common_state/shard_0_1/0/args/{name}" for name in begun]
+    assert [name.partition("/args/")[2] for name in beside(found, MEANT)] == [*begun]
 
 
 def without_losses(job):

@@ -5,7 +5,7 @@ Symptom   with --use-torch-fsdp2 the first step ends with "TypeError: _BaseDataP
 Upstream  NVIDIA/Megatron-LM#4953; in 0.16 to 0.18, repaired in 0.19.
 Seam      the class attribute TorchFullyShardedDataParallel.finish_grad_sync, which is inherited and takes no
           arguments: the keyword ends here.
-Limits    tried on CPU with the real class around a layer, not with a whole model.
+Limits    tried on CPU: the real class around a layer, and a whole GPT in pretrain() of 0.18.
 Cost      nothing.
 """
 
