@@ -65,6 +65,38 @@ def test_an_alias_of_a_method_is_rebound_and_one_of_an_inherited_function_is_not
     assert target.alias is target.Greeter.greet is not original
 
 
+AN_ACTOR_OF_RAY = """
+def traced(method):
+    def _resume_span(self, *args):
+        return method(self, *args)
+    return _resume_span
+
+class Actor(Greeter):
+    __ray_actor_class__ = Greeter
+    greet = traced(Greeter.greet)
+"""
+
+
+def test_a_class_that_ray_has_made_gets_the_replacement_and_gives_it_back(modules):
+    target = importlib.import_module(name := modules.write(TARGET + AN_ACTOR_OF_RAY))
+    (cell,) = target.Actor.greet.__closure__
+    original = target.Greeter.greet
+    engine = activated(make_patch(name, "Greeter.greet"))
+    assert cell.cell_contents is target.Greeter.greet is not original
+    assert target.Actor().greet("you") == "hello you!"
+    assert list(reached(engine).rebound) == [f"{name}:Actor.greet (Ray's actor class)"]
+    engine.restore()
+    assert cell.cell_contents is original
+
+
+def test_a_closure_in_another_subclass_keeps_what_it_holds(modules):
+    target = importlib.import_module(
+        name := modules.write(TARGET + AN_ACTOR_OF_RAY.replace("    __ray_actor_class__ = Greeter\n", ""))
+    )
+    activated(make_patch(name, "Greeter.greet"))
+    assert target.Actor().greet("you") == "hello you"
+
+
 def test_what_someone_else_has_put_there_in_the_meantime_stays():
     table = {"greet": "old"}
     assert not holders.Holder("here", table, "greet").swap("other", "new")
@@ -116,7 +148,7 @@ def test_holders_are_searched_once_for_all_patches(modules, target, monkeypatch)
     other = importlib.import_module(modules.write(TARGET + "alias = greet\n"))
     sweeps = []
     find = holders.find
-    monkeypatch.setattr(holders, "find", lambda objects: sweeps.append(objects) or find(objects))
+    monkeypatch.setattr(holders, "find", lambda objects, methods: sweeps.append(objects) or find(objects))
     engine = activated(make_patch(target.__name__), make_patch(other.__name__, name="test.other"))
     assert [len(originals) for originals in sweeps] == [2]
     assert other.greet("you") == other.alias("you") == "hello you!"
@@ -143,7 +175,7 @@ def test_a_name_for_the_topmost_of_several_patches_gets_the_original_back(module
 def test_what_nobody_else_refers_to_is_not_searched_for(modules, monkeypatch, paths):
     name = modules.write(TARGET)
     searched = []
-    monkeypatch.setattr(holders, "find", lambda objects: searched.extend(objects) or {})
+    monkeypatch.setattr(holders, "find", lambda objects, methods: searched.extend(objects) or {})
     engine = activated(make_patch(name, *paths))
     importlib.import_module(name)
     assert status_of(engine) == "applied"
@@ -163,7 +195,7 @@ HELD = {
 def test_what_something_refers_to_is_searched_for(modules, monkeypatch, how):
     name = modules.write(f"{TARGET}\n{HELD[how]}\n")
     searched = []
-    monkeypatch.setattr(holders, "find", lambda objects: searched.extend(objects) or {})
+    monkeypatch.setattr(holders, "find", lambda objects, methods: searched.extend(objects) or {})
     activated(make_patch(name, "greet", "Greeter.greet"))
     importlib.import_module(name)
     assert len(searched) == 1

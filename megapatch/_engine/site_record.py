@@ -9,6 +9,7 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import ModuleType
+from typing import Any
 
 from ..patch import Patch, PatchInfo, Site, Status, Verdict
 from . import holders
@@ -194,7 +195,7 @@ class SiteRecord(Record):
             self.fail(error)
 
     def _uninstall_earlier(self) -> None:
-        found = holders.find([target.replacement for target in self._earlier])
+        found = _find([(target, target.replacement) for target in self._earlier])
         uninstall(self._earlier, found)  # still known afterwards: others who patched on top may put one back
 
     # ------------------------------------------------------------------------ changes from outside
@@ -279,8 +280,13 @@ def _search(
     """Return the targets installed at these sites, and the holders of their originals."""
     # In this order: another thread searches for the targets that it installs meanwhile.
     seen = [(record, record.installed) for record in fresh]
-    originals = [target.original for _, installed in seen for target in installed if target.may_be_held]
-    return seen, holders.find(originals)
+    held = [(target, target.original) for _, installed in seen for target in installed if target.may_be_held]
+    return seen, _find(held)
+
+
+def _find(held: list[tuple[ReplacedTarget, Any]]) -> dict[int, list[Holder]]:
+    """Find the holders of these objects, each of which is, or was, at a target."""
+    return holders.find([each for _, each in held], [(target.parent, target.attribute) for target, _ in held])
 
 
 def restore(records: Collection[Record]) -> None:
@@ -294,6 +300,6 @@ def restore(records: Collection[Record]) -> None:
             locks.enter_context(record.lock)
         going = [target for record in records for target in record.installed]
         check_current(going, going)
-        found = holders.find([target.replacement for target in going])
+        found = _find([(target, target.replacement) for target in going])
         for record in sorted(records, key=lambda record: record.installation, reverse=True):
             record.restore(found)

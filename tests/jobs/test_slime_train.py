@@ -48,6 +48,11 @@ FLAGS = f"""{MODEL}
     --dist-ckpt-optim-fully-reshardable
 """
 NO_ENGINE = "--debug-train-only --load-debug-rollout-data ../rollouts/{rollout_id}.pt"
+ENGINE = """
+    --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1
+    --rollout-function-path slime.rollout.forge_load.generate_rollout
+    --load-forge-rollout-data ../rollouts/{rollout_id}.pt
+"""
 BOTH = "--overlap-grad-reduce --overlap-param-gather"
 
 
@@ -116,8 +121,31 @@ def test_both_overlaps(folder, straight):
     assert all("/args/overlap_" in name for names in found for name in names), found
 
 
+def test_a_job_that_is_killed_and_resumes(folder):
+    """slime.first-sync-pushes-actor: plain its engine's first weights are the reference model's (slime#2224)."""
+    killed = train(folder, "resumed", ENGINE, JOB_AT="kill 5")
+    assert [job.code for job in killed] == [1, 1]
+    before = [weights(job) for job in killed]
+    assert before[0] == before[1]
+    reference, first, second = before[0]
+    assert len({reference, first, second}) == 3
+    plain, patched = train(folder, "resumed", ENGINE)
+    assert plain.code == 0
+    assert len(printed(plain, "step")) == 2
+    assert weights(plain) == [reference, weights(patched)[1]]
+    assert weights(patched)[0] == second
+    for job in (plain, patched):
+        job.printed["all"].remove(printed(job, "JOB weights")[0])
+    assert_alike(plain, patched)
+
+
 def test_offload(folder):
     plain, patched = train(folder, "offload", NO_ENGINE, "--offload-train")
     assert plain.code == 0
     assert len(printed(plain, "step")) == 6
     assert_alike(plain, patched)
+
+
+def weights(job):
+    """Return of each sync the sums of the weights that the engine had then."""
+    return [line.partition(": ")[2] for line in printed(job, "JOB weights")]

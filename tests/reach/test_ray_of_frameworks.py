@@ -68,6 +68,32 @@ def in_ray(rank, world_size, slime, skyrl, log):
         with job():
             found["slime"] = ray.get(Actor.remote().call.remote(slimes_way, *slime))
 
+        imitations = f"{TESTS}/imitations"
+        sys.path.insert(0, imitations)
+        actor = importlib.import_module("slime.backends.megatron_utils.actor")
+
+        @ray.remote(num_cpus=0)
+        class Late(actor.MegatronTrainRayActor):
+            """Ray has this actor's methods before it activates megapatch."""
+
+            def __init__(self):
+                self.args, self._active_model_tag = SimpleNamespace(offload_train=False), "ref"
+                self.weight_updater = SimpleNamespace(update_weights=lambda: None)
+
+            def init(self):
+                importlib.import_module("megapatch").activate(self.args)
+
+            def _switch_model(self, target_tag):
+                self._active_model_tag = target_tag
+
+            def loaded(self):
+                return self._active_model_tag
+
+        with job(runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([imitations, *sys.path])}}):
+            late = Late.remote()
+            calls = [late.loaded.remote(), late.init.remote(), late.update_weights.remote(), late.loaded.remote()]
+            found["late"] = ray.get(calls)[::3]
+
         compose_into_init()
         if skyrl is not None:
             from rigs.skyrl.releases import find_skyrl
@@ -104,6 +130,10 @@ def test_slimes_init_hook_patches_what_its_actor_has_imported(found, of):
     assert not before
     assert statuses == ["applied"]
     assert train_is_wrapped
+
+
+def test_what_an_actor_patches_late_is_in_effect_where_ray_calls_it(found):
+    assert found["late"] == ["ref", "actor"]
 
 
 @pytest.mark.skipif(SKYRL is None, reason="no release of SkyRL with a defect is here")

@@ -93,6 +93,14 @@ def send_by_gloo(module):
     module.init_process_group = lambda backend, **options: of_any_backend("gloo", **options)
 
 
+@wrapt.when_imported("slime.backends.megatron_utils.megatron_to_hf")
+def convert_local_layers(module):
+    of_transformer_engine = module.convert_llama_to_hf
+    module.convert_llama_to_hf = lambda args, name, tensor: of_transformer_engine(
+        args, name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"), tensor
+    )
+
+
 @wrapt.when_imported("slime.backends.sglang_utils.arguments")
 def give_few_options(module):
     module.ServerArgs = SimpleNamespace(
