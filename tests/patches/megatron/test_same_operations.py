@@ -26,6 +26,7 @@ LOOPS = {  # Megatron's own train(): number of ranks, layout, options
     "train(), dp2, both": (2, {}, BOTH),
     "train(), pp2 dp2, both": (4, {"pp": 2}, BOTH),
 }
+BOTH_KINDS = {**CASES, **LOOPS}
 
 
 def of_steps(layout, options, loss, around=None):
@@ -77,15 +78,25 @@ def applied():
 def of_ranks(request):
     """By number of ranks, what each rank listed: (patched, unpatched)."""
     job = partial(run_cells, listed, timeout=800)
-    names = chosen(request, "name") | {"dp2, overlap"}
-    return {ranks: (job(ranks, names), job(ranks, names, env=UNPATCHED)) for ranks in (2, 4)}
+    names = chosen(request, "name") - {None} | {"dp2, overlap"}
+    sizes = {BOTH_KINDS[name][0] for name in names}
+    return {ranks: (job(ranks, names), job(ranks, names, env=UNPATCHED)) for ranks in sizes}
 
 
-@pytest.mark.parametrize("name", with_nightly([*CASES, *LOOPS]))
+IN_CI = [name for name, (ranks, *_) in BOTH_KINDS.items() if ranks == 2]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *with_nightly(IN_CI),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in BOTH_KINDS if name not in IN_CI),
+    ],
+)
 def test_ordinary_steps_make_the_same_collectives_and_host_reads(of_ranks, name):
     if name in LOOPS and not megatron_training_available():
         pytest.skip("this megatron-core has no megatron.training")
-    ranks = {**CASES, **LOOPS}[name][0]
+    ranks = BOTH_KINDS[name][0]
     if name not in of_ranks[ranks][0][0]:
         pytest.skip(NOT_KNOWN_HERE)
     for patched, unpatched in zip(*of_ranks[ranks], strict=True):
