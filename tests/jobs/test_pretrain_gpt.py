@@ -40,7 +40,7 @@ SETTINGS = {
     "rerun": f"{BOTH} --error-injection-rate 13 --error-injection-type correct_result",
 }
 FSDP2 = "--bf16 --use-torch-fsdp2 --untie-embeddings-and-output-weights --ckpt-format torch_dcp"
-ENVIRONMENT = {"offload": {"JOB_PLACES": "1"}}
+ENVIRONMENT = {"offload": {"JOB_PLACES": "1"}, "async save": {"JOB_WAITS": "1"}}
 MEANT = ["rerun_state_machine"] if minor() < 18 else []
 """What differs in checkpoints on purpose: megatron.rerun-state-dict saves the state in each."""
 ENDED_IN_ORDER = {"exit interval": 0, "rerun": 1}

@@ -1,8 +1,9 @@
 """For the process that imports this, the CPU in the place of GPUs, gloo of NCCL, and plain torch of Apex's Adam.
 
 Environment: JOB_AT="kill 8" ends the process by SIGKILL in the eighth step of an optimizer; with "SIGTERM 8" it
-gets that signal. With JOB_PLACES tensors say that they are on a GPU, but for copies on the host. As the process
-ends it leaves a file in JOB_FOLDER with the patches that were applied, or null.
+gets that signal. With JOB_PLACES tensors say that they are on a GPU, but for copies on the host. With JOB_WAITS
+the next step waits for an asynchronous save, however long a writer takes. As the process ends it leaves a file in
+JOB_FOLDER with the patches that were applied, or null.
 """
 
 import atexit
@@ -22,6 +23,7 @@ import_alone("testing._gloo").use_one_gloo_thread()
 
 import torch  # noqa: E402 (after the stubs)
 import torch.distributed as dist  # noqa: E402
+import wrapt  # noqa: E402
 from torch.distributed import DeviceMesh  # noqa: E402
 
 TRAINERS = ("megatron.training", "megatron.bridge.training", "slime.", "nemo_rl.")
@@ -119,6 +121,15 @@ apex.FusedAdam, apex.FusedSGD = FusedAdam, torch.optim.SGD
 
 sys.meta_path.append(ForImporters(("megatron.bridge",), OF_GPUS))
 sys.meta_path.append(ForImporters(("megatron.rl",), OF_SERVERS))
+
+
+def wait_for_saves(module):
+    finalize = module.maybe_finalize_async_save
+    module.maybe_finalize_async_save = lambda blocking=False, **more: finalize(blocking=True, **more)
+
+
+if os.environ.get("JOB_WAITS"):
+    wrapt.when_imported("megatron.training.async_utils")(wait_for_saves)
 
 
 # ------------------------------------------------------------------------------------------ the end
