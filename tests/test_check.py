@@ -19,9 +19,9 @@ from megapatch import _ranks
 from megapatch._engine.record import Off
 from megapatch._reporting import check as module
 from megapatch._reporting.check import compare_files
-from megapatch._reporting.report import make_report
+from megapatch._reporting.report import PatchReport, SiteReport, make_report
 from megapatch._versions import exact_version
-from megapatch.patch import ABSENT, Verdict
+from megapatch.patch import ABSENT, PatchInfo, Status, Verdict
 
 DDP = "megatron.core.distributed.distributed_data_parallel"
 
@@ -275,3 +275,11 @@ def test_each_launchers_rank_and_number_of_ranks_are_known(monkeypatch, rank, si
     monkeypatch.setenv(rank, "3")
     monkeypatch.setenv(size, "8")
     assert _ranks.place() == (3, 8, False)
+
+
+def test_only_if_all_are_off_that_is_why_none_is_applied():
+    off = SiteReport("m", Status.DISABLED, "switched off", None, (), (), (), (), None)
+    waiting = off._replace(status=Status.PENDING, reason="not imported yet")
+    for sites, said in (((off,), ": switched off"), ((off, waiting), " as yet: call check() when")):
+        report = PatchReport(PatchInfo("acme.x", "x", None, ("m",)), sites)
+        assert module._why_none([report]).startswith(said)

@@ -149,7 +149,9 @@ def test_a_rank_that_is_not_audited_is_waited_for_once(impatient):
 def test_somebody_who_comes_too_late_gets_the_answer_that_the_others_got(impatient):
     shared = dist.HashStore()
     assert together([shared] * 3, lambda store, rank: _meet(store, "all", 4, 1)) == [False] * 3
-    assert not _meet(shared, "all", 4, 1)
+    late = Counting(shared)
+    assert not _meet(late, "all", 4, 1)
+    assert late.taken() == 1, "waits for ranks that have left"
 
 
 @pytest.mark.parametrize("broken", [("set",), ("delete_key",), ("wait",)], ids=["writing", "deleting", "waiting"])

@@ -196,7 +196,7 @@ def overlaps_by_hand(run):
         yield "finish_grad_sync()", chunk.finish_grad_sync()
     yield "optimizer.step()", trainer.update()
     if model.ddp_config.overlap_param_gather:
-        yield "a start of gathers", [chunk.start_param_sync() for chunk in model.chunks]
+        yield "a start of gathers", start_gathers(model)
         yield "gather_parameters()", model.gather_parameters()
         yield "disable_forward_pre_hook()", [chunk.disable_forward_pre_hook() for chunk in model.chunks]
         yield "evaluation without hooks", trainer.evaluate(100)
@@ -210,6 +210,24 @@ def overlaps_by_hand(run):
         for group in reversed(bucket_groups(chunk)):
             yield "the reduce of a bucket group by hand", (group.start_grad_sync(), group.finish_grad_sync())
         yield "optimizer.step() after it", trainer.update()
+
+
+def start_gathers(model):
+    """Start them, and wait for them as such: the walk would read parameters that are being written."""
+    for chunk in model.chunks:
+        chunk.start_param_sync()
+    for group in (group for chunk in model.chunks for group in bucket_groups(chunk)):
+        if group.param_gather_handle is not None:
+            group.param_gather_handle.wait()
+
+
+@calls("bf16, overlapped reduce", "fp32, sharded, overlaps")
+def gradients_zeroed_by_hand(run):
+    trainer = own_trainer(run)
+    for data in range(3):
+        for buffer in trainer.model.chunks[0].buffers:
+            buffer.grad_data.zero_()
+        yield f"step {data}", (trainer.backward(data), trainer.update())
 
 
 @calls(*ON_DISKS, "fp32", oldest=16)

@@ -17,6 +17,7 @@ import torch
 
 from megapatch._mcore.bucket_groups import bucket_groups
 
+from .saves import AGREED
 from .table import program
 from .trainer import parts_of
 
@@ -150,10 +151,7 @@ def methods_wrapped_on_their_classes(run):
     trainer.train(3)
 
 
-@program(
-    *("fp32", "bf16, sharded, overlaps", "pp", "pp, vpp"),
-    changed={"megatron.save-fails-everywhere": ("collectives",)},
-)
+@program("fp32", "bf16, sharded, overlaps", "pp", "pp, vpp", changed=AGREED)
 def functions_mocked_in_a_users_tests(run):
     trainer, counts = run.trainer(), {}
     for way in ("wraps", "side_effect"):
