@@ -13,7 +13,8 @@ Seam      the module function that removes checkpoints: it keeps all from the tr
 Limits    a checkpoint that is replaced goes with the next save: until then there is one more. All stay while the
           tracker is there and cannot be read. Nothing changes where it is not a file (multi-storage client).
           After a load of an older step the later non-persistent checkpoints count as newer: the next one may be
-          removed while it is written, and the save raises. Remove the later ones first.
+          removed while it is written, and the save raises. Remove the later ones first. Bridge before 0.3, which
+          NeMo-RL 0.4 pins, has no tracker but latest_train_state.pt: its checkpoints go as without the patch.
 Cost      a look at the folder and at a small file in each removal, on rank 0.
 """
 
@@ -31,7 +32,7 @@ from typing import Any
 from ..._mcore.known import arguments_of
 from ..._python.dotted import find
 from ..._ranks import place
-from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from ...patch import FIXED, NEEDED, UNKNOWN, UNSUPPORTED, Patch, Site, Verdict
 from .._diagnosis import (
     codes_of,
     gone,
@@ -46,6 +47,7 @@ BRIDGE = "megatron.bridge.training.checkpointing"
 REMOVE, KEEP = "cleanup_old_non_persistent_checkpoint", "leave_ckpt_num"
 SAVE, COUNTERS, FINALIZE = "save_checkpoint", "train_state", "train_state_finalize_fn"
 TRACKER, PREFIX = "get_checkpoint_tracker_filename", "iter_"
+OWN = "train_state_global_filename"
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -71,9 +73,10 @@ def diagnose_tracker(module: ModuleType) -> Verdict:
     made = [
         part for code in codes_of(getattr(module, SAVE)) for part in code.co_consts if isinstance(part, CodeType)
     ]
-    finalizes = [
-        code.co_freevars for code in made if code.co_name == FINALIZE and "tracker_filename" in code.co_freevars
-    ]
+    named = [code.co_freevars for code in made if code.co_name == FINALIZE]
+    finalizes = [names for names in named if "tracker_filename" in names]
+    if not finalizes and any(OWN in names for names in named) and missing_reads(path, TRACKER):
+        return Verdict(UNSUPPORTED, "the tracker is Bridge's own file alone, which is not read")
     if not finalizes:
         return Verdict(UNKNOWN, f"expected {SAVE}() to write the tracker in {FINALIZE}()")
     if any(COUNTERS in names for names in finalizes):
@@ -83,7 +86,8 @@ def diagnose_tracker(module: ModuleType) -> Verdict:
 
 def diagnose_bridge(module: ModuleType) -> Verdict:
     """Say what most needs attention of both."""
-    return most_urgent(diagnose_tracker(module), diagnose(module))
+    tracker = diagnose_tracker(module)
+    return tracker if tracker.kind is UNSUPPORTED else most_urgent(tracker, diagnose(module))
 
 
 def keep_the_tracked(remove: Callable[..., Any]) -> Callable[..., Any]:

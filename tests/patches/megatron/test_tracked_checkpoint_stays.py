@@ -1,4 +1,7 @@
-"""megatron.tracked-checkpoint-stays in Megatron itself; for Bridge see test_fresh_train_state_of_bridge.py."""
+"""megatron.tracked-checkpoint-stays in Megatron itself; for Bridge see test_fresh_train_state_of_bridge.py.
+
+jobs/test_killed.py has it with Megatron's own saves, all asynchronous.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,11 @@ SOURCES = {
             SAVES.replace("_finalize_fn", "_written"),
             "unknown",
             "train_state_finalize_fn",
+        ),
+        "it is in another file": (
+            SAVES.replace("tracker_filename", "train_state_global_filename"),
+            "unsupported",
+            "Bridge's own",
         ),
         "the counters are elsewhere": (
             SAVES.replace("state.train_state", "state.counters"),
