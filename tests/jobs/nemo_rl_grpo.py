@@ -1,9 +1,12 @@
 """NeMo-RL's grpo_train() with its Policy, its cluster and two of its Megatron workers, in a local Ray.
 
-nemo_rl_grpo.py [--with-megapatch]. Rollouts, the engine's side of a refit and the logger are ours. It prints the
-metrics of each step.
+nemo_rl_grpo.py [--with-megapatch]. Rollouts, the engine's side of a refit and the logger are ours. JOB_FAIL=N has
+the loss raise in each worker's N-th call of it; the driver then begins again with the step that failed. It prints
+the metrics of each step.
 """
 
+import functools
+import os
 import random
 import sys
 from types import SimpleNamespace
@@ -18,6 +21,7 @@ from nemo_rl.algorithms.loss import loss_functions
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy import lm_policy
+from rigs.jobs import nemo_rl as workers
 from rigs.jobs.local_ray import local_ray
 from rigs.jobs.nemo_rl import LENGTH, VOCABULARY
 
@@ -90,6 +94,15 @@ GRPO = {
     "seq_logprob_error_threshold": None,
     "skip_reference_policy_logprobs_calculation": False,
 }
+
+
+class Failing(loss_functions.ClippedPGLossFn):
+    """A loss that raises once in a worker, which gets a new one for each step."""
+
+    def __call__(self, *args, **kwargs):
+        if next(workers.loss_calls) == self.fails_at:
+            raise ConnectionError("a loss that fails")
+        return super().__call__(*args, **kwargs)
 
 
 class Tokenizer:
@@ -182,7 +195,8 @@ def main():
     )
     policy = lm_policy.Policy(cluster, POLICY, Tokenizer(), init_reference_model=True)
     of_loss = loss_functions.ClippedPGLossConfig(**LOSS)
-    loss = loss_functions.ClippedPGLossFn(of_loss)
+    loss = Failing(of_loss)
+    loss.fails_at = int(os.environ.get("JOB_FAIL", 0))
     settings = SimpleNamespace(
         policy=POLICY,
         grpo=GRPO,
@@ -195,23 +209,21 @@ def main():
         on_policy_distillation=None,
         data_plane=None,
     )
-    state = {"current_step": 0, "total_steps": 0, "current_epoch": 0, "consumed_samples": 0}
-    state["total_valid_tokens"] = 0
-    grpo.grpo_train(
-        policy,
-        generation,
-        Prompts(0),
-        None,
-        Tokenizer(),
-        loss,
-        {},
-        {},
-        log,
-        SimpleNamespace(),
-        state,
-        settings,
-    )
+    train = functools.partial(_train, policy, generation, loss, log, settings)
+    try:
+        train(0)
+    except ConnectionError:
+        train(log.done)
     policy.shutdown()
+
+
+def _train(policy, generation, loss, log, settings, done):
+    """Call grpo_train() from this step on."""
+    generation.step = done
+    state = {"current_step": done, "total_steps": done, "current_epoch": 0, "consumed_samples": 0}
+    state["total_valid_tokens"] = 0
+    given = policy, generation, Prompts(done), None, Tokenizer(), loss, {}, {}, log, SimpleNamespace()
+    grpo.grpo_train(*given, state, settings)
 
 
 def _no_hub(*ignored, **also_ignored):

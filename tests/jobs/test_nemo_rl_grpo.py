@@ -22,11 +22,40 @@ ENVIRONMENT = {
 }
 
 
-def test_four_steps(tmp_path):
-    plain, patched = both_ways(
-        tmp_path, JOBS / "nemo_rl_grpo.py", "", reach="--with-megapatch", paths=[CHECKOUT, TESTS], env=ENVIRONMENT
+def train(folder, **more):
+    return both_ways(
+        folder,
+        JOBS / "nemo_rl_grpo.py",
+        "",
+        reach="--with-megapatch",
+        paths=[CHECKOUT, TESTS],
+        env={**ENVIRONMENT, **more},
     )
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("straight"))
+
+
+def metrics(job):
+    return [line for line in job.printed["all"] if line.startswith("JOB")]
+
+
+def test_four_steps(straight):
+    plain, patched = straight
     assert plain.code == 0
-    assert len([line for line in plain.printed["all"] if line.startswith("JOB")]) == 4
+    assert len(metrics(plain)) == 4
     assert "nemo_rl.train-after-exception" in patched.applied
     assert_alike(plain, patched)
+
+
+def test_a_step_that_failed_is_done_again(tmp_path, straight):
+    """nemo_rl.train-after-exception: plain the second grpo_train() fails, too."""
+    plain, patched = train(tmp_path, JOB_FAIL="10")  # in the third step
+    assert plain.code == 1
+    assert metrics(plain) == metrics(straight[0])[:2]
+    assert any("UnboundLocalError" in line for line in plain.printed["all"])
+    assert patched.code == 0
+    assert any("ConnectionError: a loss that fails" in line for line in patched.printed["all"])
+    assert metrics(patched) == metrics(straight[0])

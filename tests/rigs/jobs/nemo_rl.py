@@ -4,12 +4,14 @@ Its __init__, its training, its log-probs and offloading are its own.
 """
 
 import importlib
+import itertools
 from types import SimpleNamespace
 
 import torch
 
 VOCABULARY, LENGTH = 64, 16
-WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
+loss_calls = itertools.count(1)
+"""Of this process."""
 
 
 class Here(str):
