@@ -127,13 +127,6 @@ def test_what_cannot_be_waited_for_is_refused(kind, how):
     assert sys.version_info < (3, 11) or raised.value.__notes__ == ["generation could not be resumed"]
 
 
-@pytest.mark.parametrize("kind", ["generator", "async generator", "function", "context manager"])
-def test_where_nothing_may_have_run_it_is_not_ignored_either(kind):
-    """As what a trainer's method returns is, if it is of a kind that is not known."""
-    with pytest.raises(MisuseError, match="in which nothing may have run"):
-        asyncio.run(finished(UNWAITABLE[kind](), ignored=True))
-
-
 @pytest.mark.parametrize("how", ["with", "async with"])
 def test_where_one_of_several_fails_the_others_are_waited_for(how, caplog):
     """One server cannot pause: the other one has, and is resumed."""
