@@ -105,9 +105,9 @@ class paused_generation:
     way to keep it out of there.
 
     Results of `pause` and `resume` are waited for: an awaitable such as Ray's ObjectRef, a
-    `concurrent.futures.Future`, and each of several in a dict, list, tuple or set. A generator, in which nothing
-    may have run, is a MisuseError, as a failure of that call. Anything else is a result: a function that returns
-    another handle of its work, such as a thread, has to wait for it itself.
+    `concurrent.futures.Future`, and each of several in a dict, list, tuple or set. A generator or a function, in
+    which nothing may have run, is a MisuseError, as a failure of that call. So is a handle of work of another kind,
+    such as torch's Work or a thread. Anything else is a result.
 
     A CancelledError that the client raises by itself is a failure like others, as a MegapatchError.
 
