@@ -106,8 +106,8 @@ class paused_generation:
 
     Results of `pause` and `resume` are waited for: an awaitable such as Ray's ObjectRef, a
     `concurrent.futures.Future`, and each of several in a dict, list, tuple or set. A generator or a function, in
-    which nothing may have run, is a MisuseError, as a failure of that call. So is a handle of work of another kind,
-    such as torch's Work or a thread. Anything else is a result.
+    which nothing may have run, is a MisuseError, as a failure of that call. So is another handle of work, such as
+    torch's Work or a thread. Anything else is a result.
 
     A CancelledError that the client raises by itself is a failure like others, as a MegapatchError.
 
