@@ -24,7 +24,7 @@ _SHAPE = {
     "facts": {str: [str]},
     "report": {"digest": str, "patches": [{"name": str, "status": str, "reason": str}]},
 }
-"""What is read of them."""
+"""The keys of these files that are compared, with their types."""
 
 _done: list[str] = []
 

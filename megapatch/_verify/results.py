@@ -48,7 +48,6 @@ class Row:
         difference: the largest difference to the reference, with megapatch; None where there are no numbers.
         compares: the two sides of the comparison.
         layouts: in which all was well with megapatch.
-        cost: None; schema 1 has the key.
         seconds: that the check took.
         text: why, in words.
     """
@@ -60,7 +59,6 @@ class Row:
     difference: float | None = None
     compares: str = ""
     layouts: list[str] = field(default_factory=list)
-    cost: None = None
     seconds: float = 0.0
     text: str = ""
 
@@ -212,11 +210,11 @@ class Results:
             device=self.device,
             backend=self.backend,
             processes=self.processes,
-            step_seconds=None,  # of schema 1, as `cost` is: not measured any more
+            step_seconds=None,  # keys of schema 1, as `cost` is: not measured any more
             cost=None,
             stopped=self.stopped,
             exit_code=self.exit_code,
-            checks=[asdict(row) for row in self.rows],
+            checks=[{**asdict(row), "cost": None} for row in self.rows],
         )
 
     def text(self, columns: int) -> str:

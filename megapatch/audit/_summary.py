@@ -35,7 +35,7 @@ _SHAPE = {
     "notes": [_FOUND],
     "events": {str: {"count": int, "first": _EVENTS, "last": _EVENTS}},
 }
-"""What is read of a report; rank and size have been."""
+"""The keys of a report that are summarized, with their types. The reader of files has checked rank and size."""
 
 
 @dataclasses.dataclass(frozen=True)
