@@ -16,25 +16,25 @@ from rigs.import_orders import HOOKS, LEFT_OUT, TARGET, Expected, orders
 import megapatch
 
 HERE = Path(__file__).parent
-UNDER_PYTEST = "import py\nfrom rigs.import_orders import main\ndef test_orders(): main('2')\n"
+UNDER_PYTEST = "import py\nfrom rigs.import_orders import main\ndef test_orders(): main()\n"
 DRIVER = ["-m", "rigs.import_orders"]
 PROGRAMS = {  # with what each needs besides itself
-    "megapatch run": (["megapatch", "run", "--", sys.executable, *DRIVER, "2"], "megapatch"),
-    "ddtrace-run": (["ddtrace-run", sys.executable, *DRIVER, "2"], "ddtrace"),
+    "megapatch run": (["megapatch", "run", "--", sys.executable, *DRIVER], "megapatch"),
+    "ddtrace-run": (["ddtrace-run", sys.executable, *DRIVER], "ddtrace"),
     "coverage run": (
         # It deletes this file first: os.devnull, if root runs it.
-        [sys.executable, "-m", "coverage", "run", "--data-file", "coverage.data", *DRIVER, "2"],
+        [sys.executable, "-m", "coverage", "run", "--data-file", "coverage.data", *DRIVER],
         "coverage",
     ),
     "debugpy": (
-        [sys.executable, "-m", "debugpy", "--listen", "0", "--configure-subProcess", "False", *DRIVER, "2"],
+        [sys.executable, "-m", "debugpy", "--listen", "0", "--configure-subProcess", "False", *DRIVER],
         "debugpy",
     ),
     "pytest": ([sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "test_it.py"], "py"),
 }
 
 
-def run(command, folder):
+def run(command, folder, longest, hook=""):
     """Return what the driver prints; the folder is the working directory, with a test that is the driver."""
     (folder / "test_it.py").write_text(UNDER_PYTEST)
     path = [str(HERE), str(Path(megapatch.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -46,6 +46,8 @@ def run(command, folder):
         env={
             **{name: value for name, value in os.environ.items() if not name.startswith("MEGAPATCH_")},
             **quiet,
+            "LONGEST": str(longest),
+            "HOOK": hook,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PATH": os.pathsep.join([scripts, os.environ["PATH"]]),
         },
@@ -59,27 +61,30 @@ def run(command, folder):
     return json.loads(answers[0])
 
 
-@pytest.mark.parametrize(
-    ("longest", "orders"), [("2", 194), pytest.param("3", 794, marks=pytest.mark.nightly)], ids=["2", "3"]
-)
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(("longest", "orders"), [(2, 194), pytest.param(3, 794, marks=NIGHTLY)])
 def test_every_order(tmp_path, longest, orders):
-    assert run([sys.executable, *DRIVER, longest], tmp_path) == {"orders": orders, "problems": []}
+    assert run([sys.executable, *DRIVER], tmp_path, longest) == {"orders": orders, "problems": []}
 
 
+@pytest.mark.parametrize(("longest", "orders"), [(1, 68), pytest.param(2, 388, marks=NIGHTLY)])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_every_order_with_an_import_hook_of_others(hook, tmp_path):
+def test_every_order_with_an_import_hook_of_others(hook, longest, orders, tmp_path):
     pytest.importorskip(hook)
-    assert run([sys.executable, *DRIVER, "2", hook], tmp_path) == {"orders": 388, "problems": []}
+    assert run([sys.executable, *DRIVER], tmp_path, longest, hook) == {"orders": orders, "problems": []}
 
 
+@pytest.mark.parametrize(("longest", "orders"), [(1, 34), pytest.param(2, 194, marks=NIGHTLY)])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_every_order_under(program, tmp_path):
+def test_every_order_under(program, longest, orders, tmp_path):
     command, needed = PROGRAMS[program]
     if importlib.util.find_spec(needed) is None or (
         needed == "py" and not hasattr(pytest.importorskip("py"), "path")
     ):
         pytest.skip(f"{needed} is not installed")
-    assert run(command, tmp_path) == {"orders": 194, "problems": []}
+    assert run(command, tmp_path, longest) == {"orders": orders, "problems": []}
 
 
 def test_no_order_is_made_twice():

@@ -1,9 +1,11 @@
 """All orders in which a target is imported, held, patched by others, reloaded and imported again, and megapatch
 activated; run as a program, each order in a process of its own, under whatever starts this one.
 
-    python -m rigs.import_orders [LONGEST [HOOK]]    prints how many orders there are and what is wrong, as JSON
+    LONGEST=3 python -m rigs.import_orders    prints how many orders there are and what is wrong, as JSON
 
-LONGEST  events in an order, besides the import of the target and megapatch's activation; 3 if not given
+Environment variables, as not every program that starts it passes arguments on:
+
+LONGEST  the most events in an order, besides the import of the target and megapatch's activation
 HOOK     an import hook to install as well, right before and right after megapatch is activated: see HOOKS
 
 An order is a string with one letter for each event:
@@ -225,20 +227,21 @@ def problem_of(order, hook):
     return json.loads(text or f'["{order}", "an answer", "the process died"]')
 
 
-def main(longest="3", hook=None):
+def main():
     import logging
 
     import rigs.engine  # noqa: F401  (before the forks)
 
     logging.disable()
+    longest, hook = int(os.environ["LONGEST"]), os.environ.get("HOOK")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, f"{TARGET}.py").write_text('def greet(name):\n    return "hello " + name\n')
         sys.path.insert(0, folder)
         if hook:
             importlib.import_module(hook)
-        done = [problem_of(order, hook) for order in orders(int(longest), bool(hook))]
+        done = [problem_of(order, hook) for order in orders(longest, bool(hook))]
     print(json.dumps({"orders": len(done), "problems": [problem for problem in done if problem]}))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
