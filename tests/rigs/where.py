@@ -7,8 +7,8 @@ jobs import Megatron in their ranks. A module with tests of both kinds marks tho
 fails. With MEGATRON_REQUIRED set, absence is an error (tests/conftest.py).
 
 Each night every test runs in every environment that has what it needs. `pytest --ci` leaves out tests marked
-`nightly`; SHARES says with which Megatrons it takes the others. Of the releases of a framework it takes the newest
-and one of the others, and of the two shapes of NeMo-RL's code one.
+`nightly`; SHARES says with which Megatrons it takes the others. Of the releases of a framework it takes one,
+but for verdicts, and of the two shapes of NeMo-RL's code one.
 """
 
 from __future__ import annotations
@@ -129,24 +129,22 @@ def runs_without_megatron(file: Path) -> bool:
 
 
 def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests of modules with releases that are not theirs, and shapes of NeMo-RL's code.
+    """Return the tests with releases of a framework but a module's one, and with shapes that are not its turn.
 
-    Releases come in order, oldest first. Of the shapes each module runs with one.
+    A module's release is the newest of those with most of its tests: what is repaired has fewer.
     """
-    releases, shapes = (collections.defaultdict(lambda: collections.defaultdict(list)) for _ in range(2))
+    by_module = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
         for name, value in item.callspec.params.items() if hasattr(item, "callspec") else ():
-            if hasattr(value, "ranks_of"):  # a Release, by whichever name; its module imports torch
-                releases[item.module.__name__][value.name].append(item)
-            elif name == "shape":
-                shapes[item.module.__name__][value].append(item)
+            if name == "shape" or hasattr(value, "ranks_of"):  # a Release; its module imports torch
+                by_module[item.module.__name__, name == "shape"][getattr(value, "name", value)].append(item)
     left_out = set()
-    for by_module, among in ((releases, slice(None, -1)), (shapes, slice(None))):
-        for module, by_name in by_module.items():
-            taking_turns = list(by_name)[among]
-            for name in taking_turns:
-                if name != _turn(module, taking_turns):
-                    left_out.update(by_name[name])
+    for (module, of_shapes), by_name in by_module.items():
+        newest_first = list(by_name)[::-1]  # they come in order
+        taken = (
+            _turn(module, newest_first) if of_shapes else max(newest_first, key=lambda name: len(by_name[name]))
+        )
+        left_out.update(item for name, tests in by_name.items() if name != taken for item in tests)
     return left_out
 
 
