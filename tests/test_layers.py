@@ -174,6 +174,19 @@ class InstanceByWrapped(Instance):
         return self.__wrapped__(*args)
 
 
+class InstanceByProperty(Instance):
+    def __init__(self, below):
+        super().__init__(below)
+        _kept["greet"] = [below]
+
+    def __call__(self, *args):
+        return self.kept(*args)
+
+    @property
+    def kept(self):
+        return _kept["greet"][0]
+
+
 def a_partial(below):
     return functools.partial(below)
 
@@ -225,6 +238,7 @@ CALLS = [
         beside_the_target,
         InstanceThatCalls,
         InstanceByWrapped,
+        InstanceByProperty,
         a_partial,
         an_argument_of_a_partial,
         an_option_of_a_partial,

@@ -40,6 +40,9 @@ class Engines:
     async def coroutine_that_returns_a_list(self, name):
         return self.list_of_coroutines(name)
 
+    async def coroutine_that_returns_another(self, name):
+        return self.work(name)
+
     def threadsafe(self, name):
         """As of a client whose event loop runs in a thread of its own."""
         return asyncio.run_coroutine_threadsafe(self.work(name), self.loop)
@@ -145,3 +148,11 @@ def test_where_one_of_several_fails_the_others_are_waited_for(how, caplog):
         bracket(pause, resume, lambda: calls.append("body"), how)
     assert calls == [["pause"]]
     assert "Failure: another" in caplog.text
+
+
+async def test_what_cannot_be_waited_for_is_raised_before_what_fails():
+    async def fails():
+        raise Failure
+
+    with pytest.raises(MisuseError, match="the call returned a Work"):
+        await finished([fails(), Work()])

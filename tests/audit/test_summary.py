@@ -71,6 +71,7 @@ def test_the_same_finding_on_all_ranks_is_there_once():
     assert once.sentences == [{"what": "the optimizer steps again", "ranks": list(range(8))}]
     assert text(summary).count("stepped-once") == 1
     assert "stepped-once: ranks 0-7, after 3 optimizer steps, 4 times until step 7\n" in text(summary)
+    assert f"  at {LINE}\n  at /job/main.py:1 in main\n" in text(summary)
 
 
 def test_ranks_that_name_other_parameters_share_a_finding():
@@ -325,7 +326,8 @@ def test_the_page_needs_nothing_and_escapes_everything():
 
 
 def test_the_page_has_the_timeline():
-    html = page(summarize([report(0, findings=[found()], events=saves(2, 10))]), [])
+    html = page(summarize([report(0, findings=[found()], events=saves(2, 10))]), ["rank 7 left no file"])
+    assert html.count("<pre>rank 7 left no file</pre>") == 1
     assert '<i class="finding" style="left:30.0%;width:40.0%"></i>' in html
     assert '<i class="event" style="left:20.0%;width:0.0%"></i><i class="event" style="left:100.0%' in html
-    assert Parsed(page(summarize([report(0, 1, steps=0)]), [])).open == []
+    assert Parsed(page(summarize([report(0, 1, events=saves(0), steps=0)]), [])).open == []

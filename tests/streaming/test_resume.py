@@ -176,7 +176,7 @@ async def test_rollouts_that_wait_in_the_buffer_still_count():
 
     tasks = [asyncio.ensure_future(begin(group)) for group in "defg"]
     await asyncio.sleep(1)
-    assert begun == ["d"]
+    assert begun == ["d"] and pump._rollouts.take_begun() == 1
     await pump.step()
     await asyncio.sleep(1)
     assert begun == ["d", "e", "f"] and world.trained == [["a", "b"]]

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megapatch._verify import results
+from megapatch._verify import in_ranks, results
 from megapatch._verify.check import Check
 from megapatch._verify.in_ranks import PatchStatus, ScenarioResult
 from megapatch._verify.results import Results
 from megapatch.errors import RanksFailed, RanksTimedOut
+from megapatch.patch import Status
 from megapatch.patches._catalogue import CATALOGUE
 
 APPLIED = PatchStatus("applied", "the defect is there")
@@ -121,6 +122,11 @@ def test_what_needs_no_run(status, has_check, outcome):
     if row and outcome != results.NO_CHECK:
         assert "why" in row.text
         assert row.is_bad == (outcome == results.NOT_IN_PLACE)
+
+
+def test_a_site_that_is_not_in_place_tells_more_than_one_that_is():
+    for statuses in ("applied", "failed"), ("not-installed", "applied"):
+        assert min(map(Status, statuses), key=in_ranks._most_telling).value == statuses[-1]
 
 
 def shown(*rows, **fields):
