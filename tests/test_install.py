@@ -262,7 +262,7 @@ def test_a_site_is_not_restored_under_what_others_have_put_on_top(modules):
     engine = activated(make_patch(name, "greet", "Greeter.greet"))
     ours, target.greet = target.Greeter.greet, print
     with pytest.raises(RestoreError, match="greet cannot be restored"):
-        restoring.restore_site(engine.records[0], {})
+        restoring.restore_one(engine.records[0], {})
     assert (target.greet, target.Greeter.greet) == (print, ours)
 
 

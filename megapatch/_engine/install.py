@@ -101,3 +101,8 @@ def rebind(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders.Ho
                     found.setdefault(id(target.replacement), []).append(holder)
                 else:
                     target.holders = before
+
+
+def find_holders(held: list[tuple[ReplacedTarget, Any]]) -> dict[int, list[holders.Holder]]:
+    """Find the holders of these objects, each of which is, or was, at a target."""
+    return holders.find([each for _, each in held], [(target.parent, target.attribute) for target, _ in held])

@@ -81,6 +81,16 @@ class Record:
         """Record an exception that is being handled, with its traceback."""
         self.set(Status.FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
 
+    def uninstall_earlier(self) -> None:
+        """Put back the originals of before a reload; here nothing was replaced."""
+
+    def note_restored(self) -> None:
+        """Note that the originals are back, and stay away until `allow_again()`."""
+        self.stay_away(Off.RESTORED)
+
+    def note_not_restored(self, error: BaseException) -> None:
+        """Note the targets that a restore has left when it raised: as a rule all, none after Ctrl-C at its end."""
+
     def stay_away(self, why: Off) -> None:
         """Do nothing when the module is loaded."""
         with self.lock:

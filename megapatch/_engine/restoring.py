@@ -1,4 +1,7 @@
-"""Puts the originals back, on the user's demand: those of several sites, all or none."""
+"""Puts the originals back, on the user's demand: those of several sites, all or none.
+
+It asks no record for its class: where others have taken megapatch out of `sys.modules`, this is loaded again.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from collections.abc import Collection, Iterable
 
 from ..errors import RestoreError
 from .holders import Holder
-from .install import uninstall
-from .record import Off, Record
-from .site_record import Phase, SiteRecord, find_holders
+from .install import find_holders, uninstall
+from .record import Record
 from .target import ReplacedTarget
 
 
@@ -28,14 +30,11 @@ def restore(records: Collection[Record]) -> None:
         check_current(going, going)
         found = find_holders([(target, target.replacement) for target in going])
         for record in sorted(records, key=lambda record: record.installation, reverse=True):
-            if isinstance(record, SiteRecord):
-                restore_site(record, found)
-            else:
-                record.stay_away(Off.RESTORED)
+            restore_one(record, found)
 
 
-def restore_site(record: SiteRecord, found: dict[int, list[Holder]]) -> None:
-    """Put back the originals of one site.
+def restore_one(record: Record, found: dict[int, list[Holder]]) -> None:
+    """Put back the originals of one record.
 
     Args:
         found: the holders of all replacements that go, as `holders.find` found them.
@@ -48,25 +47,10 @@ def restore_site(record: SiteRecord, found: dict[int, list[Holder]]) -> None:
         try:
             record.uninstall_earlier()
             uninstall(record.installed, found)
-            _note_restored(record)
+            record.note_restored()
         except BaseException as error:
-            _note_not_restored(record, error)
+            record.note_not_restored(error)
             raise
-
-
-def _note_restored(record: SiteRecord) -> None:
-    record.installed, record.phase = (), Phase.IDLE
-    record.stay_away(Off.RESTORED)
-
-
-def _note_not_restored(record: SiteRecord, error: BaseException) -> None:
-    """Note the targets that a restore has left when it raised: as a rule all, none after Ctrl-C at its end."""
-    left = record.in_place()
-    if not left:
-        _note_restored(record)
-    elif len(left) < len(record.installed):
-        record.phase = Phase.INSTALLING  # the next attempt begins with a rollback of all of them
-        record.fail(error)
 
 
 def check_current(targets: Iterable[ReplacedTarget], going: Iterable[ReplacedTarget] = ()) -> None:

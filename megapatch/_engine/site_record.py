@@ -9,12 +9,10 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any
 
 from ..patch import Patch, PatchInfo, Site, Status, Verdict
-from . import holders
 from .holders import Holder
-from .install import install, rebind, rollback, uninstall
+from .install import find_holders, install, rebind, rollback, uninstall
 from .record import NOT_IMPORTED, Record
 from .target import ReplacedTarget
 
@@ -158,15 +156,27 @@ class SiteRecord(Record):
         try:
             rollback(self.installed)
         finally:
-            self.installed = self.in_place()
+            self.installed = self._in_place()
         self.phase = Phase.IDLE
 
-    def in_place(self) -> tuple[ReplacedTarget, ...]:
+    def _in_place(self) -> tuple[ReplacedTarget, ...]:
         return tuple(target for target in self.installed if target.is_ours)
 
     def uninstall_earlier(self) -> None:
         found = find_holders([(target, target.replacement) for target in self.earlier])
         uninstall(self.earlier, found)  # still known afterwards: others who patched on top may put one back
+
+    def note_restored(self) -> None:
+        self.installed, self.phase = (), Phase.IDLE
+        super().note_restored()
+
+    def note_not_restored(self, error: BaseException) -> None:
+        left = self._in_place()
+        if not left:
+            self.note_restored()
+        elif len(left) < len(self.installed):
+            self.phase = Phase.INSTALLING  # the next attempt begins with a rollback of all of them
+            self.fail(error)
 
     # ------------------------------------------------------------------------ changes from outside
     def refresh(self) -> None:
@@ -246,14 +256,9 @@ def consider(sites: Iterable[tuple[SiteRecord, ModuleType, bool]]) -> list[SiteR
 
 def _search(
     fresh: list[SiteRecord],
-) -> tuple[list[tuple[SiteRecord, tuple[ReplacedTarget, ...]]], dict[int, list[holders.Holder]]]:
+) -> tuple[list[tuple[SiteRecord, tuple[ReplacedTarget, ...]]], dict[int, list[Holder]]]:
     """Return the targets installed at these sites, and the holders of their originals."""
     # In this order: another thread searches for the targets that it installs meanwhile.
     seen = [(record, record.installed) for record in fresh]
     held = [(target, target.original) for _, installed in seen for target in installed if target.may_be_held]
     return seen, find_holders(held)
-
-
-def find_holders(held: list[tuple[ReplacedTarget, Any]]) -> dict[int, list[Holder]]:
-    """Find the holders of these objects, each of which is, or was, at a target."""
-    return holders.find([each for _, each in held], [(target.parent, target.attribute) for target, _ in held])
