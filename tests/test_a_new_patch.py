@@ -70,12 +70,13 @@ def test_the_three_files_are_enough(tree):
 
 REMOVED = """\
 import megapatch
+from megapatch._engine.complaints import complaints
 from megapatch._engine.settings import Settings
 from megapatch.patches import PATCHES, _catalogue
 
 assert "areal.eval-loss" not in [patch.name for patch in PATCHES]
 _catalogue.RETIRED["areal.eval-loss"] = "AReaL 9.9"
-assert Settings(disable=("areal.eval-loss",)).complaints([]) == []
+assert complaints(Settings(disable=("areal.eval-loss",)), []) == []
 """
 
 

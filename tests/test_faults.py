@@ -12,7 +12,7 @@ import pytest
 from rigs.engine import TARGET, louder, make_engine, make_patch, needed, status_of
 from rigs.faults import CALLS, LINES, Fault
 
-from megapatch._engine import engine, holders, install, rebuilt, record, site_record, target, watch
+from megapatch._engine import engine, holders, install, rebuilt, record, restoring, site_record, target, watch
 from megapatch._python import loaded_modules
 from megapatch.patch import Patch, Site
 
@@ -29,7 +29,7 @@ class Greeter:
 alias = greet
 actor = Actor(Greeter)
 """
-FILES = {module.__file__ for module in (engine, holders, install, rebuilt, record, site_record, target)}
+FILES = {module.__file__ for module in (engine, holders, install, rebuilt, record, restoring, site_record, target)}
 
 
 class Actor:

@@ -12,6 +12,7 @@ import pytest
 from rigs.engine import TARGET, activated, make_engine, make_patch, status_of
 
 from megapatch import MegapatchError, RestoreError, _versions
+from megapatch._engine import restoring
 from megapatch._engine.record import Unloaded
 from megapatch._reporting.report import make_report
 from megapatch.patch import FIXED, UNKNOWN, PatchInfo, Verdict
@@ -261,7 +262,7 @@ def test_a_site_is_not_restored_under_what_others_have_put_on_top(modules):
     engine = activated(make_patch(name, "greet", "Greeter.greet"))
     ours, target.greet = target.Greeter.greet, print
     with pytest.raises(RestoreError, match="greet cannot be restored"):
-        engine.records[0].restore({})
+        restoring.restore_one(engine.records[0], {})
     assert (target.greet, target.Greeter.greet) == (print, ours)
 
 

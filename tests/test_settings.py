@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megapatch._engine.complaints import complaints
 from megapatch._engine.engine import this_process
 from megapatch._engine.settings import VARIABLES, Settings
 from megapatch.errors import MegapatchError
@@ -17,7 +18,7 @@ NAMES = ["megatron.forward-pre-hook", "megatron.train-reentry", "slime.train-ree
 
 def off(**environment):
     settings = Settings.from_environment({f"MEGAPATCH_{name}": value for name, value in environment.items()})
-    return [name for name in NAMES if settings.why_disabled(name)], settings.complaints(NAMES)
+    return [name for name in NAMES if settings.why_disabled(name)], complaints(settings, NAMES)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_patches_by_a_property():
         (Settings(disable=("@same-numbers",)), "switched off by MEGAPATCH_DISABLE=@same-numbers", None),
         (Settings(only=("@same-numbers", "megatron.*")), None, None),
     ):
-        assert settings.complaints(NAMES) == []
+        assert complaints(settings, NAMES) == []
         assert settings.why_disabled("megatron.too", changes_numbers=False) == kept
         assert settings.why_disabled("megatron.too") == changing
 
@@ -82,13 +83,13 @@ def test_patches_by_a_property():
 def test_an_unknown_property_is_said_with_the_known_one():
     for pattern in ("@same", "@same-numbers*", "@*"):
         said = f"MEGAPATCH_ONLY: no selection of patches is called '{pattern}'; known: @same-numbers"
-        assert Settings(only=(pattern,)).complaints(NAMES, more_to_come=True) == [said]
+        assert complaints(Settings(only=(pattern,)), NAMES, more_to_come=True) == [said]
         assert Settings(only=(pattern,)).why_disabled("me.too", changes_numbers=False)
 
 
 def test_at_most_three_near_matches():
     names = [f"slime.{letter}-hook" for letter in "abcde"]
-    (complaint,) = Settings(disable=("slime.x-hook",)).complaints(names)
+    (complaint,) = complaints(Settings(disable=("slime.x-hook",)), names)
     assert complaint.count(" or ") == 2
 
 
@@ -96,15 +97,15 @@ def test_a_name_that_may_be_of_a_patch_to_come_is_not_judged():
     """It has a family, and not one of a known patch: a typing error there shows at once."""
     for pattern, judged in {"theirs.patch": False, "the*": False, "theirs": True, "slime.patch": True}.items():
         settings = Settings(only=(pattern,))
-        assert bool(settings.complaints(NAMES, more_to_come=True)) == judged
-        assert settings.complaints(NAMES)
+        assert bool(complaints(settings, NAMES, more_to_come=True)) == judged
+        assert complaints(settings, NAMES)
 
 
 def test_only_the_audit_may_be_told_to_raise():
     raising = {"MEGAPATCH_AUDIT": "raise", "MEGAPATCH_STRICT": "raise"}
     settings = Settings.from_environment(raising)
     assert settings.audit and settings.strict
-    assert settings.complaints(NAMES) == ["MEGAPATCH_STRICT=raise is neither 1 nor 0; it is taken for 1"]
+    assert complaints(settings, NAMES) == ["MEGAPATCH_STRICT=raise is neither 1 nor 0; it is taken for 1"]
     misspelt = off(AUDIT="riase")[1]
     assert misspelt == ["MEGAPATCH_AUDIT=riase is neither 1, 0 nor raise; it is taken for 1"]
 
@@ -128,11 +129,11 @@ def test_switches(variable):
         "yes": True,
     }.items():
         settings = Settings.from_environment({f"MEGAPATCH_{variable}": value})
-        assert (getattr(settings, variable.lower()), settings.complaints(NAMES)) == (on, [])
+        assert (getattr(settings, variable.lower()), complaints(settings, NAMES)) == (on, [])
     settings = Settings.from_environment({f"MEGAPATCH_{variable}": "perhaps"})
     assert getattr(settings, variable.lower())
     neither = "1, 0 nor raise" if variable == "AUDIT" else "1 nor 0"
-    assert settings.complaints(NAMES) == [f"MEGAPATCH_{variable}=perhaps is neither {neither}; it is taken for 1"]
+    assert complaints(settings, NAMES) == [f"MEGAPATCH_{variable}=perhaps is neither {neither}; it is taken for 1"]
 
 
 def test_the_page_has_each_variable_with_the_meaning_that_doctor_shows():

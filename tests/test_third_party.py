@@ -13,7 +13,7 @@ import pytest
 from rigs.command import run
 from rigs.engine import TARGET, make_patch
 
-from megapatch._engine import entry_points as third_party
+from megapatch._engine import third_party
 from megapatch._engine.engine import Engine
 from megapatch._engine.settings import Settings
 from megapatch._reporting.report import make_report
@@ -57,7 +57,7 @@ def patches(modules, target):
 
 def make_engine(*own, **settings):
     chosen = Settings(**settings)
-    return Engine(own, chosen, third_party.third_parties(chosen))
+    return Engine(own, chosen, third_party.records(chosen))
 
 
 def told(engine):

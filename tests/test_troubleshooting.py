@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import megapatch
+from megapatch._engine.complaints import complaints, unknown_variables
 from megapatch._engine.record import Record
-from megapatch._engine.settings import Settings, unknown_variables
+from megapatch._engine.settings import Settings
 from megapatch._version import see
 from megapatch.audit._settings import bad_values
 from megapatch.patch import Status
@@ -35,8 +36,8 @@ MADE_ELSEWHERE = {
     "%s": [
         *(f"NAME: MODULE is {status.value}: REASON" for status in Status if status.needs_attention),
         *unknown_variables({"MEGAPATCH_DISABLED": "x"}),
-        *Settings(strict_value="perhaps", without_audit=("MEGAPATCH_AUDIT_EVERY",)).complaints([]),
-        *Settings(disable=("xyz",)).complaints(["a.patch"]),
+        *complaints(Settings(strict_value="perhaps", without_audit=("MEGAPATCH_AUDIT_EVERY",)), []),
+        *complaints(Settings(disable=("xyz",)), ["a.patch"]),
         *bad_values({"MEGAPATCH_AUDIT_EVERY": "x", "MEGAPATCH_AUDIT_ACCEPT": "x"}),
     ],
     "audit: %s": ["audit: FINDING"],

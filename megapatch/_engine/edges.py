@@ -14,9 +14,15 @@ from .._version import see
 log = logging.getLogger("megapatch")
 
 
+APPLIED = "megapatch applied %s"
+"""The one message of a run in which all is well."""
+
+
 def clean_record(record: logging.LogRecord) -> bool:
     """Log filter: clean a message and its traceback."""
-    from .._printable import clean_record  # many processes log nothing
+    if record.msg is APPLIED:
+        return True  # with names of patches and loaded modules alone
+    from .._printable import clean_record  # most processes log nothing else
 
     return clean_record(record)
 

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from .._version import see
 from ..patch import Patch, PatchInfo, Status
 from ..patches import _catalogue
-from . import watch
-from .edges import broken_modules_are_logged, clean_record, warn_of_a_setting
-from .entry_points import third_parties
+from . import entry_points, watch
+from .edges import APPLIED, broken_modules_are_logged, clean_record, warn_of_a_setting
 from .first_sign import FirstSign
 from .record import Off, Record, Unloaded
 from .roster import Roster
@@ -100,9 +99,10 @@ class Engine:
         self._restore(self.roster.of_patches(chosen))
 
     def _restore(self, chosen: Collection[Record]) -> None:
-        from .site_record import restore
+        if chosen:  # the audit takes nothing off when it starts before Megatron is imported
+            from .restoring import restore
 
-        restore(chosen)
+            restore(chosen)
 
     def install_below(self, patches: Collection[Patch | Unloaded]) -> None:
         """Install these patches below all others, whatever the settings; unloaded ones when they are due.
@@ -271,13 +271,17 @@ class Engine:
                 applied, self._applied = self._applied, []
                 from .wording import what_was_applied
 
-                log.info("%s", what_was_applied(record for record in applied if record.installed))
+                log.info(APPLIED, what_was_applied(record for record in applied if record.installed))
             # The audit's sites repair nothing.
             elif any(record not in self.roster.lowest for record in self._applied):
                 self.first_sign.applied()
 
     def _warn_of_settings(self) -> None:
-        for complaint in (*self.settings.unknown_variables, *self.roster.complaints()):
+        if not self.settings.may_be_wrong:
+            return
+        from .complaints import unknown_variables  # few environments have any
+
+        for complaint in (*unknown_variables(self.settings.others), *self.roster.complaints()):
             problem = complaint.partition(";")[0]  # the names that it suggests change as patches are loaded
             if problem not in self._warned_of:
                 self._warned_of.add(problem)
@@ -313,11 +317,20 @@ def _load(name: str) -> tuple[Patch]:
     return (_catalogue.of_name(name),)
 
 
+def _third_parties(settings: Settings) -> Iterable[Unloaded]:
+    """Return a record of each patch of another distribution: most have none."""
+    if settings.no_entry_points or not entry_points.may_be_there():
+        return ()
+    from .third_party import records
+
+    return records(settings)
+
+
 @functools.cache
 def this_process() -> Engine:
     """Return the engine of this process: one, even if `import megapatch` fails at first and is repeated."""
     settings = Settings.from_environment()
-    engine = Engine((), settings, (*own_patches(), *third_parties(settings)))
+    engine = Engine((), settings, (*own_patches(), *_third_parties(settings)))
     engine.first_sign.watch_exit()
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=watch.after_fork)

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from ..errors import RestoreError
 from ..patch import Site
 from . import holders
-from .target import AddedTarget, ReplacedTarget
+from .target import ReplacedTarget
 
 
 def install(
@@ -30,7 +29,10 @@ def install(
         Exception: whatever finding a target or a patch's factory raises; the module is then as it was.
     """
     found = [ReplacedTarget(patch_name, module, path, make) for path, make in site.replace.items()]
-    found += [AddedTarget(patch_name, module, path, name) for path, name in site.add.items()]
+    if site.add:
+        from .added import AddedTarget  # of few frameworks only
+
+        found += [AddedTarget(patch_name, module, path, name) for path, name in site.add.items()]
     done: list[ReplacedTarget] = []
 
     def install_noted(target: ReplacedTarget) -> None:
@@ -86,25 +88,6 @@ def uninstall(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders
         on_error.pop_all()
 
 
-def check_current(targets: Iterable[ReplacedTarget], going: Iterable[ReplacedTarget] = ()) -> None:
-    """Raise RestoreError if someone else has patched on top of a target; the message names them.
-
-    Args:
-        targets: those to be restored.
-        going: targets that are restored first; they may stand on top of these.
-    """
-    original_of = {id(target.replacement): target.original for target in going}
-    for target in targets:
-        top = target.current
-        while top is not target.replacement:
-            if id(top) not in original_of:
-                raise RestoreError(
-                    f"{target.target} cannot be restored: {target.name_of(top)} was installed over megapatch's "
-                    "replacement; undo that first"
-                )
-            top = original_of[id(top)]
-
-
 def rebind(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders.Holder]]) -> None:
     """Give the replacements to the holders of the originals, as `holders.find` found them for a whole batch.
 
@@ -118,3 +101,8 @@ def rebind(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders.Ho
                     found.setdefault(id(target.replacement), []).append(holder)
                 else:
                     target.holders = before
+
+
+def find_holders(held: list[tuple[ReplacedTarget, Any]]) -> dict[int, list[holders.Holder]]:
+    """Find the holders of these objects, each of which is, or was, at a target."""
+    return holders.find([each for _, each in held], [(target.parent, target.attribute) for target, _ in held])

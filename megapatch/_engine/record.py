@@ -10,13 +10,11 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from .._python import finding
 from .._version import see
 from ..patch import Patch, PatchInfo, Status, Verdict
 from . import watch
 
 if TYPE_CHECKING:
-    from .holders import Holder
     from .target import ReplacedTarget
 
 log = logging.getLogger("megapatch")
@@ -83,13 +81,15 @@ class Record:
         """Record an exception that is being handled, with its traceback."""
         self.set(Status.FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
 
-    def restore(self, found: dict[int, list[Holder]]) -> None:
-        """Put back the originals, and stay away until `allow_again()`; here nothing was replaced.
+    def uninstall_earlier(self) -> None:
+        """Put back the originals of before a reload; here nothing was replaced."""
 
-        Args:
-            found: the holders of all replacements that go, as `holders.find` found them.
-        """
+    def note_restored(self) -> None:
+        """Note that the originals are back, and stay away until `allow_again()`."""
         self.stay_away(Off.RESTORED)
+
+    def note_not_restored(self, error: BaseException) -> None:
+        """Note the targets that a restore has left when it raised: as a rule all, none after Ctrl-C at its end."""
 
     def stay_away(self, why: Off) -> None:
         """Do nothing when the module is loaded."""
@@ -118,7 +118,11 @@ class Record:
             return Status.PENDING, "its import is under way"
         if loaded and self.looked_for:
             return Status.MISSED, self.reason if self.status is Status.MISSED else _MISSED
-        if not loaded and all(finding.find_module(name) is None for name in self.modules):
+        if loaded:
+            return Status.PENDING, NOT_IMPORTED
+        from .._python import finding  # only a report asks for patches whose modules are not loaded
+
+        if all(finding.find_module(name) is None for name in self.modules):
             return Status.NOT_INSTALLED, "there is no such module to import"
         return Status.PENDING, NOT_IMPORTED
 

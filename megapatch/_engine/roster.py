@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import MegapatchError
 from ..patch import Patch, PatchInfo, Site, Status
 from .record import Off, Record, Unloaded
-from .settings import Settings, stands_for, unknown_name
+from .settings import Settings, stands_for
 
 if TYPE_CHECKING:
     from .site_record import SiteRecord
@@ -66,6 +66,8 @@ class Roster:
         for pattern in patterns:
             meant = {name for name, changes in known.items() if stands_for(pattern, name, changes)}
             if not meant:
+                from .complaints import unknown_name
+
                 raise MegapatchError(unknown_name(pattern, known))
             chosen |= meant
         return [name for name in known if name in chosen]
@@ -82,7 +84,9 @@ class Roster:
         """List the problems of the MEGAPATCH_* environment."""
         third_parties = [record for record in self.unloaded if not record.names_are_known]
         more_to_come = any(record.status is Status.PENDING for record in third_parties)
-        return self._settings.complaints([patch.name for patch in self.known_patches], more_to_come)
+        from .complaints import complaints  # few environments have any
+
+        return complaints(self._settings, [patch.name for patch in self.known_patches], more_to_come)
 
     def load(self, unloaded: Unloaded) -> tuple[SiteRecord, ...]:
         """Put records of the patches' sites in its place, and return them; if loading fails, it stays.

@@ -1,4 +1,4 @@
-"""Sites of patches: considered, installed, overwritten, restored; several with one search for all holders."""
+"""Sites of patches: considered, installed, overwritten; several with one search for all holders."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import enum
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any
 
 from ..patch import Patch, PatchInfo, Site, Status, Verdict
-from . import holders
 from .holders import Holder
-from .install import check_current, install, rebind, rollback, uninstall
-from .record import NOT_IMPORTED, Off, Record
+from .install import find_holders, install, rebind, rollback, uninstall
+from .record import NOT_IMPORTED, Record
 from .target import ReplacedTarget
 
 _UNPATCHED_AGAIN = (
@@ -41,7 +39,7 @@ class SiteRecord(Record):
         super().__init__(patch.name, site.module, (site.module,), switched_off)
         self.patch, self.site, self.paths = patch, site, site.paths
         self.phase = Phase.IDLE
-        self._earlier: tuple[ReplacedTarget, ...] = ()  # before a reload; others may still hold their replacements
+        self.earlier: tuple[ReplacedTarget, ...] = ()  # before a reload; others may still hold their replacements
 
     def rows(self) -> Iterator[tuple[PatchInfo, str]]:
         yield self.patch, self.site.module
@@ -125,8 +123,8 @@ class SiteRecord(Record):
 
     def _judge_and_install(self, module: ModuleType) -> None:
         self._rollback()  # the rest of an attempt that failed
-        if any(target.at(module) is target.replacement for target in self._earlier):
-            self._uninstall_earlier()  # only a part of the module was reloaded
+        if any(target.at(module) is target.replacement for target in self.earlier):
+            self.uninstall_earlier()  # only a part of the module was reloaded
         verdict = self.site.diagnose(module)
         if not isinstance(verdict, Verdict):
             raise TypeError(f"diagnose returned {verdict!r}, not a Verdict")
@@ -164,39 +162,21 @@ class SiteRecord(Record):
     def _in_place(self) -> tuple[ReplacedTarget, ...]:
         return tuple(target for target in self.installed if target.is_ours)
 
-    # ------------------------------------------------------------------------ restore
-    def restore(self, found: dict[int, list[Holder]]) -> None:
-        """Put back the originals, and stay away until `allow_again()`.
+    def uninstall_earlier(self) -> None:
+        found = find_holders([(target, target.replacement) for target in self.earlier])
+        uninstall(self.earlier, found)  # still known afterwards: others who patched on top may put one back
 
-        Raises:
-            RestoreError: when someone has patched on top; nothing is changed then.
-        """
-        with self.lock:
-            check_current(self.installed)
-            try:
-                self._uninstall_earlier()
-                uninstall(self.installed, found)
-                self._note_restored()
-            except BaseException as error:
-                self._note_not_restored(error)
-                raise
-
-    def _note_restored(self) -> None:
+    def note_restored(self) -> None:
         self.installed, self.phase = (), Phase.IDLE
-        self.stay_away(Off.RESTORED)
+        super().note_restored()
 
-    def _note_not_restored(self, error: BaseException) -> None:
-        """Note the targets that a restore has left when it raised: as a rule all, none after Ctrl-C at its end."""
+    def note_not_restored(self, error: BaseException) -> None:
         left = self._in_place()
         if not left:
-            self._note_restored()
+            self.note_restored()
         elif len(left) < len(self.installed):
             self.phase = Phase.INSTALLING  # the next attempt begins with a rollback of all of them
             self.fail(error)
-
-    def _uninstall_earlier(self) -> None:
-        found = _find([(target, target.replacement) for target in self._earlier])
-        uninstall(self._earlier, found)  # still known afterwards: others who patched on top may put one back
 
     # ------------------------------------------------------------------------ changes from outside
     def refresh(self) -> None:
@@ -226,7 +206,7 @@ class SiteRecord(Record):
         return bool(functions) and not kept and all(target.was_reloaded for target in functions)
 
     def _forget_reloaded(self) -> None:
-        self._earlier = self._earlier[-_RELOADS_KNOWN * len(self.installed) :] + self.installed
+        self.earlier = self.earlier[-_RELOADS_KNOWN * len(self.installed) :] + self.installed
         self.installed, self.phase = (), Phase.IDLE
 
     def _note_overwritten(self) -> None:
@@ -276,30 +256,9 @@ def consider(sites: Iterable[tuple[SiteRecord, ModuleType, bool]]) -> list[SiteR
 
 def _search(
     fresh: list[SiteRecord],
-) -> tuple[list[tuple[SiteRecord, tuple[ReplacedTarget, ...]]], dict[int, list[holders.Holder]]]:
+) -> tuple[list[tuple[SiteRecord, tuple[ReplacedTarget, ...]]], dict[int, list[Holder]]]:
     """Return the targets installed at these sites, and the holders of their originals."""
     # In this order: another thread searches for the targets that it installs meanwhile.
     seen = [(record, record.installed) for record in fresh]
     held = [(target, target.original) for _, installed in seen for target in installed if target.may_be_held]
-    return seen, _find(held)
-
-
-def _find(held: list[tuple[ReplacedTarget, Any]]) -> dict[int, list[Holder]]:
-    """Find the holders of these objects, each of which is, or was, at a target."""
-    return holders.find([each for _, each in held], [(target.parent, target.attribute) for target, _ in held])
-
-
-def restore(records: Collection[Record]) -> None:
-    """Put back the originals of these records, the latest installed first, all or none.
-
-    Raises:
-        RestoreError: when someone else has patched a target on top of megapatch; nothing is changed then.
-    """
-    with contextlib.ExitStack() as locks:  # all of them, in order: nothing may change between check and change
-        for record in records:
-            locks.enter_context(record.lock)
-        going = [target for record in records for target in record.installed]
-        check_current(going, going)
-        found = _find([(target, target.replacement) for target in going])
-        for record in sorted(records, key=lambda record: record.installation, reverse=True):
-            record.restore(found)
+    return seen, find_holders(held)

@@ -196,34 +196,3 @@ def _is_alone(parent: Any, attribute: str) -> bool:
     """Return whether nothing but the parent's dictionary refers to the value of this attribute."""
     names, alone = vars(parent), {"attribute": lambda: None}
     return attribute in names and sys.getrefcount(names[attribute]) == sys.getrefcount(alone["attribute"])
-
-
-class AddedTarget(ReplacedTarget):
-    """A function where the class, or the module, had none of its own.
-
-    It is installed as it is, without a wrapper, and keeps its name (``"package.module:name"``): a class that is
-    pickled by value refers to it by its name, and a process that reads the pickle imports megapatch.
-    """
-
-    __slots__ = ()
-
-    def _find(self, module: ModuleType) -> tuple[Any, str, Any]:
-        parent_path, _, attribute = self.target.partition(":")[2].rpartition(".")
-        module, parent_path = below(module, parent_path)
-        parent = wrapt.resolve_path(module, parent_path)[2] if parent_path else module
-        return parent, attribute, vars(parent).get(attribute)
-
-    def __init__(self, patch_name: str, module: ModuleType, path: str, name: str) -> None:
-        super().__init__(patch_name, module, path, lambda original: wrapt.resolve_path(*name.split(":"))[2])
-
-    def _make_replacement(self, patch_name: str, make: Callable[..., Any]) -> Any:
-        if not self.inherited:
-            raise TypeError(f"{self.target} is to be added, and is there already")
-        function = self._check_plain(make(self.original))
-        setattr(function, MARK, patch_name)
-        return function
-
-    @property
-    def was_reloaded(self) -> bool:
-        parent, attribute, _ = self._find(self.module)
-        return parent is not self.parent and attribute not in vars(parent)

@@ -7,7 +7,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from .._engine.settings import matching, unknown_name
+from .._engine.complaints import unknown_name
+from .._engine.settings import matching
 from .._reporting import terminal
 from .._versions import here
 from ..errors import MegapatchError, RanksFailed, RanksTimedOut

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .._engine.edges import warn_of_a_setting
-from .._engine.settings import ACCEPT, EVERY, names_in, unknown_name
+from .._engine.settings import ACCEPT, EVERY, names_in
 from .._version import see
 from ..errors import MisuseError
 from ._rules import RULES
@@ -60,8 +60,12 @@ def settings_for(every: int | None, raises: bool) -> Settings:
 def bad_values(environment: Mapping[str, str]) -> list[str]:
     """Return what is wrong with the audit's values in the environment, in one sentence each."""
     text = environment.get(EVERY, "").strip()
-    names = (name for name in names_in(environment, ACCEPT) if name not in RULES)
-    complaints = [f"{ACCEPT}: {unknown_name(name, list(RULES), 'rule', 'rules')}" for name in names]
+    complaints = []
+    for name in names_in(environment, ACCEPT):
+        if name not in RULES:
+            from .._engine.complaints import unknown_name  # only when a name is wrong
+
+            complaints.append(f"{ACCEPT}: {unknown_name(name, list(RULES), 'rule', 'rules')}")
     if text and not _number(environment):
         complaints.append(f"{EVERY}={text}: {_EXPECTED}; it is taken for {_DEFAULT}")
     return complaints

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import textwrap
 from pathlib import Path
 
 from megapatch import patches
@@ -10,15 +11,16 @@ from megapatch.patches._catalogue import CATALOGUE
 
 FOLDER = Path(patches.__file__).parent
 FILE = FOLDER / "_catalogue.py"
-BEGINS = "CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {\n"
+BEGINS = '_WATCHED = """\\\n'
 WIDTH = 115
-ENDS = "\n}\n"
+ENDS = '"""\n'
 
 
 def file() -> str:
     """Return the file's text as it has to be: families and patches in the order of their names."""
     before, _, rest = FILE.read_text().partition(BEGINS)
-    return "".join([before, BEGINS, *map(_family, sorted(found().items())), ENDS[1:], rest.partition(ENDS)[2]])
+    lines = [_line(*each) for _, patches in sorted(found().items()) for each in sorted(patches.items())]
+    return "".join([before, BEGINS, *lines, ENDS, rest.partition(ENDS)[2]])
 
 
 def found() -> dict[str, dict[str, tuple[str, ...]]]:
@@ -37,16 +39,9 @@ def found() -> dict[str, dict[str, tuple[str, ...]]]:
     return by_family
 
 
-def _family(found: tuple[str, dict[str, tuple[str, ...]]]) -> str:
-    family, patches = found
-    return f'    "{family}": {{\n{"".join(_patch(*each) for each in sorted(patches.items()))}    }},\n'
-
-
-def _patch(name: str, modules: tuple[str, ...]) -> str:
-    """Return the line of a patch, or lines: as ruff formats them."""
-    named = ", ".join(f'"{module}"' for module in modules)
-    line = f'        "{name}": ({named}{"," if len(modules) == 1 else ""}),\n'
-    if len(line) <= WIDTH + 1:
-        return line
-    lines = "".join(f'            "{module}",\n' for module in modules)
-    return f'        "{name}": (\n{lines}        ),\n'
+def _line(name: str, modules: tuple[str, ...]) -> str:
+    """Return the line of a patch; what does not fit in it is indented below."""
+    text = " ".join([name, *modules])
+    return (
+        textwrap.fill(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False) + "\n"
+    )

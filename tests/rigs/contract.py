@@ -21,9 +21,9 @@ import numpy
 import torch
 
 from megapatch import Patch, Site, Status
+from megapatch._engine.added import AddedTarget
 from megapatch._engine.engine import Engine
 from megapatch._engine.settings import Settings
-from megapatch._engine.target import AddedTarget
 from megapatch._python.dotted import find
 from megapatch._python.finding import find_module
 from rigs.chosen import chosen

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ... import _api
-from ..._engine import entry_points
+from ..._engine import entry_points, third_party
+from ..._engine.complaints import unknown_variables
 from ..._engine.engine import this_process
-from ..._engine.settings import DISABLE, ONLY, REPORT, VARIABLES, Settings, unknown_variables
+from ..._engine.settings import DISABLE, ONLY, REPORT, VARIABLES, Settings
 from ..._python.finding import find_module
 from ..._reporting import files, terminal
 from ..._reporting.report import Report, SiteReport
@@ -203,7 +204,7 @@ def _with_errors(report: Report, errors: Mapping[str, str]) -> Report:
 
 
 def _third_parties() -> list[Distribution]:
-    entries = entry_points.entry_points(this_process().settings)
+    entries = third_party.entry_points(this_process().settings)
     return list({entry.dist.name: entry.dist for entry in entries if entry.dist is not None}.values())
 
 

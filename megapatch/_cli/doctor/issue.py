@@ -14,7 +14,8 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from ..._engine import advice
-from ..._engine.settings import WORDS, matching, unknown_variables
+from ..._engine.complaints import WORDS, unknown_variables
+from ..._engine.settings import matching
 from ..._printable import clean
 from ..._reporting.report import INDENT, PatchReport, Report, SiteReport
 from ..._reporting.terminal import counted

@@ -1,0 +1,72 @@
+"""Puts the originals back, on the user's demand: those of several sites, all or none.
+
+It asks no record for its class: where others have taken megapatch out of `sys.modules`, this is loaded again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable
+
+from ..errors import RestoreError
+from .holders import Holder
+from .install import find_holders, uninstall
+from .record import Record
+from .target import ReplacedTarget
+
+
+def restore(records: Collection[Record]) -> None:
+    """Put back the originals of these records, the latest installed first, all or none.
+
+    They stay away until `allow_again()`.
+
+    Raises:
+        RestoreError: when someone else has patched a target on top of megapatch; nothing is changed then.
+    """
+    with contextlib.ExitStack() as locks:  # all of them, in order: nothing may change between check and change
+        for record in records:
+            locks.enter_context(record.lock)
+        going = [target for record in records for target in record.installed]
+        check_current(going, going)
+        found = find_holders([(target, target.replacement) for target in going])
+        for record in sorted(records, key=lambda record: record.installation, reverse=True):
+            restore_one(record, found)
+
+
+def restore_one(record: Record, found: dict[int, list[Holder]]) -> None:
+    """Put back the originals of one record.
+
+    Args:
+        found: the holders of all replacements that go, as `holders.find` found them.
+
+    Raises:
+        RestoreError: when someone has patched on top; nothing is changed then.
+    """
+    with record.lock:
+        check_current(record.installed)
+        try:
+            record.uninstall_earlier()
+            uninstall(record.installed, found)
+            record.note_restored()
+        except BaseException as error:
+            record.note_not_restored(error)
+            raise
+
+
+def check_current(targets: Iterable[ReplacedTarget], going: Iterable[ReplacedTarget] = ()) -> None:
+    """Raise RestoreError if someone else has patched on top of a target; the message names them.
+
+    Args:
+        targets: those to be restored.
+        going: targets that are restored first; they may stand on top of these.
+    """
+    original_of = {id(target.replacement): target.original for target in going}
+    for target in targets:
+        top = target.current
+        while top is not target.replacement:
+            if id(top) not in original_of:
+                raise RestoreError(
+                    f"{target.target} cannot be restored: {target.name_of(top)} was installed over megapatch's "
+                    "replacement; undo that first"
+                )
+            top = original_of[id(top)]
