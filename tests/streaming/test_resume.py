@@ -59,8 +59,7 @@ async def test_a_failed_step_is_undone_first_and_its_advantages_are_not_computed
         computed.append(data[0])
         return [f"{data[0]}!"]
 
-    world = SavingWorld({"before microbatch": "raise", "before give_back": "raise"})
-    await world.put("a")
+    world = await SavingWorld.of("a", {"before microbatch": "raise", "before give_back": "raise"})
     pump = world.pump(compute_advantages=advantages)
     assert await raised(pump.step()) and not world.buffer.samples()
     other, pump, _ = await resumed(await saved(pump), compute_advantages=advantages)
@@ -70,8 +69,7 @@ async def test_a_failed_step_is_undone_first_and_its_advantages_are_not_computed
 
 
 async def test_trained_groups_whose_clearing_failed_are_not_saved():
-    world = SavingWorld({"before clear": "raise"})
-    await world.put_each("ab")
+    world = await SavingWorld.of("ab", {"before clear": "raise"})
     pump = world.pump(max_staleness=1)
     assert await raised(pump.step())
     world, pump, _ = await resumed(await saved(pump), max_staleness=1)
@@ -80,8 +78,7 @@ async def test_trained_groups_whose_clearing_failed_are_not_saved():
 
 
 async def test_a_buffer_without_state_keeps_its_own():
-    world = World()
-    await world.put_each("ab")
+    world = await World.of("ab")
     pump = world.pump(max_staleness=1)
     await pump.step()
     state = await saved(pump)
@@ -102,8 +99,7 @@ async def test_another_format_is_refused(state):
 
 
 async def test_loading_into_what_is_in_use_is_refused():
-    world = SavingWorld()
-    await world.put("a")
+    world = await SavingWorld.of("a")
     pump = world.pump()
     state = await saved(pump)
     with pytest.raises(MisuseError, match="has had samples already"):
