@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import pickle
 
 import pytest
 from rigs.engine import activated, make_engine, needed, status_of
@@ -115,13 +114,6 @@ def test_what_only_an_earlier_build_leads_to_is_not_out_of_reach(modules):
 def out_of_reach(engine):
     sites = [site for patch in make_report(engine.records).patches for site in patch.sites]
     return [text for site in sites for text in site.out_of_reach]
-
-
-def test_what_was_added_is_pickled_by_its_own_name(name):
-    target = importlib.import_module(name)
-    activated(patch_for(name))
-    assert pickle.loads(pickle.dumps(target.Worker.greet)) is greet
-    assert greet.__module__ == __name__
 
 
 def test_a_rebuild_that_fails_leaves_everything_as_it_was(name):

@@ -10,7 +10,7 @@ import threading
 import types
 
 import pytest
-from rigs.engine import TARGET, activated, louder, make_engine, make_patch, status_of
+from rigs.engine import TARGET, activated, make_engine, make_patch, status_of
 
 from megapatch._engine import holders
 from megapatch._engine.engine import Engine
@@ -180,11 +180,6 @@ def test_a_verdict_other_than_needed_leaves_the_target_alone(modules, caplog, ki
     assert all("test.louder" in text and "as it happens" in text for text in warnings)
 
 
-def test_not_installed(modules):
-    engine = activated(make_patch("megapatch_no_such_package.module"))
-    assert status_of(engine) == "not-installed"
-
-
 def _raise(*ignored):
     raise ZeroDivisionError("a bug of ours")
 
@@ -242,17 +237,6 @@ def test_only_patches_that_keep_numbers(modules):
 def test_an_unknown_name_in_the_environment_is_said_with_what_was_meant(caplog):
     make_engine(make_patch("nowhere"), disable=("test.lauder",)).activate()
     assert "MEGAPATCH_DISABLE: no patch is called 'test.lauder'; did you mean test.louder?" in caplog.text
-
-
-def test_two_patches_of_one_module_stand_alone(modules):
-    name = modules.write(TARGET)
-    engine = activated(
-        make_patch(name, diagnose=_raise, name="test.broken"), make_patch(name, "Greeter.greet", factory=louder)
-    )
-    target = importlib.import_module(name)
-    assert target.greet("you") == "hello you"
-    assert target.Greeter().greet("you") == "hello you!"
-    assert [status_of(engine, 0), status_of(engine, 1)] == ["failed", "applied"]
 
 
 def test_a_method_that_is_deleted_gives_way_to_an_inherited_one_that_apply_patches(modules):

@@ -13,7 +13,6 @@ import pytest
 from rigs.command import run
 
 from megapatch._cli.audit import page, read
-from megapatch._cli.main import main
 from megapatch._reporting.files import attempts
 from megapatch.audit import RULES, _summary
 from megapatch.audit._summary import texts
@@ -39,14 +38,6 @@ def report(rank, size=8, findings=(), notes=(), events=None, **changes):
     data |= {"settings": {"every": 50, "raises": False, "accepted": []}, "steps": 10, "seconds": 1.0}
     data |= {"began": 0.0, "ended": True, "events": events or {}, "findings": list(findings), "notes": list(notes)}
     return {**data, "rules": [*rules, {"name": "resumed", "status": "kept", "reason": ""}], **changes}
-
-
-@pytest.mark.parametrize("began", [float("inf"), 1e300])
-def test_a_report_that_cannot_be_read_is_a_sentence_and_exit_code_2(tmp_path, capsys, began):
-    write(tmp_path, report(0, 1, began=began))
-    assert main(["audit", str(tmp_path)]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"{tmp_path / 'audit-00000.json'} cannot be read: ")
 
 
 def saves(*steps, count=None):

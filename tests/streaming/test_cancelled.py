@@ -34,8 +34,7 @@ async def test_a_call_is_waited_for_even_when_cancelled(call):
 
 
 async def test_an_eviction_is_waited_for_even_when_cancelled():
-    world = World({"before clear": lambda: asyncio.sleep(10)})
-    await world.put("stale", version=0)
+    world = await World.of(["stale"], {"before clear": lambda: asyncio.sleep(10)}, version=0)
     assert isinstance(await cancelled_after(1, world.pump(version=1).step()), asyncio.CancelledError)
     assert world.called() == ["clear stale"] and not len(world.buffer)
 
@@ -59,8 +58,7 @@ async def test_what_the_next_step_does_again_is_waited_for(call):
 
 async def test_the_next_step_aborts_before_it_gives_back():
     """While gradients of samples may still be there, the samples are for nobody else."""
-    world = World({f"before {call}": "raise" for call in ("microbatch", *UNDO)})
-    await world.put("a")
+    world = await World.of("a", {f"before {call}": "raise" for call in ("microbatch", *UNDO)})
     pump = world.pump()
     assert isinstance(await raised(pump.step()), Fault)
     world.plan["before abort"] = "raise"
@@ -74,16 +72,14 @@ async def test_the_next_step_aborts_before_it_gives_back():
 # ------------------------------------------------------------------------------------------ nothing is hidden
 @pytest.mark.parametrize("call", ["claim", "prepare", "advantages", "begin", "finish", "clear"])
 async def test_the_failure_of_a_call_that_was_waited_for_is_the_cause(call):
-    world = World({f"before {call}": failing_after(10)})
-    await world.put("a")
+    world = await World.of("a", {f"before {call}": failing_after(10)})
     error = await cancelled_after(1, a_step(world))
     assert isinstance(error, asyncio.CancelledError)
     assert isinstance(error.__cause__, Fault)
 
 
 async def test_a_failure_whose_undoing_is_cancelled_is_still_to_be_seen():
-    world = World({"before microbatch": "raise", "before abort": lambda: asyncio.sleep(10)})
-    await world.put("a")
+    world = await World.of("a", {"before microbatch": "raise", "before abort": lambda: asyncio.sleep(10)})
     error = await cancelled_after(1, world.pump().step())
     assert isinstance(error, asyncio.CancelledError)
     assert isinstance(error.__context__, Fault) and not error.__suppress_context__
@@ -91,8 +87,7 @@ async def test_a_failure_whose_undoing_is_cancelled_is_still_to_be_seen():
 
 
 async def test_a_microbatch_that_fails_when_the_step_was_cancelled_is_told(caplog):
-    world = World({"before microbatch": failing_after(10)})
-    await world.put("a")
+    world = await World.of("a", {"before microbatch": failing_after(10)})
     error = await cancelled_after(1, world.pump().step(), times=1)
     assert isinstance(error, asyncio.CancelledError)
     told = "train_microbatch() failed: Fault: the reason"
@@ -108,8 +103,7 @@ async def test_a_trainer_whose_own_abort_was_cancelled(caplog):
     async def cancelled():
         raise asyncio.CancelledError
 
-    world = World({"before microbatch": "raise", "before abort": cancelled})
-    await world.put("a")
+    world = await World.of("a", {"before microbatch": "raise", "before abort": cancelled})
     assert isinstance(await raised(world.pump().step()), Fault)
     assert world.called()[-1] == "give_back a"
     assert (

@@ -8,8 +8,7 @@ from rigs.streaming.world import World
 
 
 async def test_one_step():
-    world = World()
-    await world.put_each("abc", samples=2)
+    world = await World.of("abc", samples=2)
     pump = world.pump(generations_per_prompt=2, target_prompt_groups_per_step=3)
     await pump.step()
     assert world.called() == [
@@ -32,8 +31,7 @@ async def test_one_step():
 
 
 async def test_several_optimizer_steps_and_one_sync():
-    world = World()
-    await world.put_each("abcdef")
+    world = await World.of("abcdef")
     pump = world.pump(target_prompt_groups_per_step=6, train_global_batch_size=2, max_staleness=2)
     await pump.step()
     assert world.called("begin", "finish", "clear", "sync", "stamp") == [
@@ -59,20 +57,6 @@ async def test_the_version_is_up_before_samples_are_cleared_and_not_before_finis
     assert seen == {"before finish": 0, "after finish": 0, "before clear": 1, "before sync": 1}
 
 
-async def test_the_trainers_step_begins_when_a_first_group_is_ready():
-    world = World()
-    pump = world.pump(target_prompt_groups_per_step=2)
-    task = asyncio.ensure_future(pump.step())
-    await asyncio.sleep(1)
-    assert world.called() == []
-    await world.put("a")
-    await asyncio.sleep(1)
-    assert world.called() == ["claim a", "begin", "microbatch a"]
-    await world.put("b")
-    await task
-    assert world.trained == [["a", "b"]]
-
-
 async def test_the_long_tail_comes_later_or_never():
     """Quick groups go first; what is too old when it comes is cleared, untrained."""
     world = World()
@@ -89,21 +73,6 @@ async def test_the_long_tail_comes_later_or_never():
     assert len(world.buffer) == 0
 
 
-async def test_strictly_on_policy():
-    """Samples from older weights are never trained on, and those from newer ones wait."""
-    world = World()
-    pump = world.pump(target_prompt_groups_per_step=2)
-    for name, version in (("a", 0), ("future", 1), ("b", 0), ("stale", 0)):
-        await world.put(name, version=version)
-    await pump.step()
-    task = asyncio.ensure_future(pump.step())
-    await asyncio.sleep(1)
-    assert not task.done()
-    await world.put("c", version=1)
-    await task
-    assert world.trained == [["a", "b"], ["future", "c"]]
-
-
 async def test_a_group_is_picked_when_the_trainer_has_room_for_it():
     """An older one that came meanwhile goes first; of claimed ones there are at most two."""
     world = World({"before microbatch": lambda: asyncio.sleep(100)})
@@ -117,28 +86,13 @@ async def test_a_group_is_picked_when_the_trainer_has_room_for_it():
     assert world.trained == [["a", "b", "old", "c"]]
 
 
-async def test_a_slow_trainer_bounds_what_is_in_flight():
-    most = 0
-
-    async def slow():
-        nonlocal most
-        await asyncio.sleep(10)
-        most = max(most, len(world.called("claim")) - len(world.called("microbatch")))
-
-    world = World({"before microbatch": slow})
-    await world.put_each("abcdef")
-    await world.pump(target_prompt_groups_per_step=6).step()
-    assert most == 2
-
-
 async def test_the_next_group_is_prepared_while_one_is_trained_on():
     async def advantages(data):
         world.calls.append(f"advantages {data[0]}")
         await asyncio.sleep(5)
         return [f"{data[0]}!"]
 
-    world = World({"before microbatch": lambda: asyncio.sleep(5)})
-    await world.put_each("ab")
+    world = await World.of("ab", {"before microbatch": lambda: asyncio.sleep(5)})
     begun = asyncio.get_running_loop().time()
     await world.pump(target_prompt_groups_per_step=2, compute_advantages=advantages).step()
     assert asyncio.get_running_loop().time() - begun == 15
@@ -187,11 +141,3 @@ async def test_a_change_between_looking_and_waiting_is_not_missed():
     world.plan["after samples"] = lambda: world.put("a") if not len(world.buffer) else asyncio.sleep(0)
     await world.pump().step()
     assert world.trained == [["a"]]
-
-
-async def test_so_many_steps():
-    world = World()
-    await world.put_each("abc")
-    await world.pump(max_staleness=2).run(3)
-    assert world.trained == [["a"], ["b"], ["c"]]
-    assert world.called("sync") == ["sync 1", "sync 2", "sync 3"]

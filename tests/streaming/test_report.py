@@ -126,8 +126,7 @@ class CancelledLogger:
 
 @pytest.mark.parametrize("broken", [BrokenLogger(), CancelledLogger(), object()], ids=lambda it: type(it).__name__)
 async def test_training_goes_on_without_a_logger_and_that_is_said_once(broken, caplog):
-    world = World()
-    await world.put("a", version=0)
+    world = await World.of("a", version=0)
     await world.put("b", version=1)
     await world.pump(logger=broken).run(2)
     assert world.trained == [["a"], ["b"]]

@@ -3,30 +3,115 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
-from pathlib import Path
+import contextlib
+import pickle
+import random
 
 import pytest
 from rigs.streaming.saving import SavingWorld, resumed, roll_out, saved
 from rigs.streaming.world import World, raised
 
 from megapatch import MisuseError
-from megapatch.streaming import RolloutBuffer
+from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 
-TESTS = Path(__file__).parents[1]
+SAMPLES, GROUPS, STALENESS, WORKERS = 2, 3, 2, 6
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the lives are forked")
-def test_killed_a_hundred_times(tmp_path):
-    command = [sys.executable, "-m", "rigs.streaming.killed_runs", str(tmp_path), "100"]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    kills, groups, versions, rollouts = map(int, done.stdout.split())
-    assert kills == 100 and versions > 50  # and not always before the first save
-    assert groups > 500 and rollouts > groups + 200  # those in flight are rolled out again
+class Life:
+    """Trainer, synchronizer and generation from a checkpoint on, which has the weights and the pump's state.
+
+    Its weights are the samples of each step: (group, number, version that it was sampled from).
+    """
+
+    def __init__(self, saved, seed):
+        self.random, self.saved = random.Random(seed), saved
+        self.trained, self.next_prompt, state = pickle.loads(saved) if saved else ([], 0, None)
+        self.buffer, self.state, self.served = RolloutBuffer(), state, None
+        settings = {"target_prompt_groups_per_step": GROUPS, "max_staleness": STALENESS}
+        config = StreamingConfig(generations_per_prompt=SAMPLES, **settings)
+        self.pump = TrainPump(config, self, self.buffer, self, self)
+        self.began, self.done, self.again, self.rolled_out = len(self.trained), set(), [], 0
+
+    async def pause(self, slowest=0.1):
+        await asyncio.sleep(self.random.random() * slowest)
+
+    pause_generation = resume_generation = sync_weights = pause
+
+    async def begin_train_step(self):
+        self.gradients = []
+        await self.pause()
+
+    async def train_microbatch(self, samples):
+        self.gradients += samples
+        await self.pause(0.5)
+
+    async def finish_train_step(self):
+        await self.pause()
+        self.trained.append(self.gradients)
+
+    def abort_train_step(self): ...
+
+    async def set_weight_version(self, version):
+        assert version == len(self.trained), "the version is not that of the weights"
+        self.served = version
+
+    async def work(self):
+        while True:
+            if not self.again:
+                self.again, self.next_prompt = [self.next_prompt], self.next_prompt + 1
+            group = self.again.pop(0)
+            async with self.pump.rollout(group):
+                assert group not in self.done, "it was rolled out again, and was not in flight"
+                assert self.served is not None, "a rollout began before generation had weights"
+                self.rolled_out += 1
+                for number in range(SAMPLES):
+                    sample = group, number, self.served
+                    await self.pause(self.random.lognormvariate(0, 1))
+                    tag = {"group_id": group, "weight_version": sample[2]}
+                    await self.buffer.put(sample[:2], tag, sample)
+
+    async def load(self):
+        if self.state is None:
+            await self.pump.sync_weights()
+            return
+        self.again = await self.pump.load_state_dict(self.state)
+        assert self.pump.version == len(self.trained)
+        complete = {tag["group_id"] for tag in self.buffer.samples().values()}
+        in_weights = {group for step in self.trained for group, _, _ in step}
+        assert not complete & in_weights, "a group is in the weights and in the buffer"
+        self.done = complete | in_weights
+        assert sorted([*self.done, *self.again]) == list(range(self.next_prompt)), "a prompt was lost"
+
+    async def live(self):
+        await self.load()
+        workers = [asyncio.ensure_future(self.work()) for _ in range(WORKERS)]
+        try:
+            while not any(worker.done() for worker in workers):
+                await self.pump.step()
+                self.saved = pickle.dumps((self.trained, self.next_prompt, await self.pump.state_dict()))
+        finally:
+            for worker in workers:
+                worker.cancel()
+            ends = await asyncio.gather(*workers, return_exceptions=True)
+            assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+
+
+async def test_a_run_that_ends_a_hundred_times_loses_what_was_in_flight_only():
+    """Nothing of a life is left for the next one but what it has saved last."""
+    chance, saved, lives = random.Random(28), None, []
+    for _ in range(100):
+        lives.append(Life(saved, chance.random()))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(lives[-1].live(), chance.uniform(0, 12))
+        saved = lives[-1].saved
+    trained, _, _ = pickle.loads(saved)
+    keys = [(group, number) for step in trained for group, number, _ in step]
+    assert len(keys) == len(set(keys)) == len(trained) * GROUPS * SAMPLES
+    lags = {version - born for version, step in enumerate(trained) for _, _, born in step}
+    assert lags == {*range(STALENESS + 1)}
+    begun = [life.began for life in lives]
+    assert begun == sorted(begun) and len(set(begun)) > 50  # and not always before the first save
+    assert sum(life.rolled_out for life in lives) > len(keys) / SAMPLES + 200  # those in flight, again
 
 
 async def test_the_version_and_complete_groups_go_on():
@@ -59,8 +144,7 @@ async def test_a_failed_step_is_undone_first_and_its_advantages_are_not_computed
         computed.append(data[0])
         return [f"{data[0]}!"]
 
-    world = SavingWorld({"before microbatch": "raise", "before give_back": "raise"})
-    await world.put("a")
+    world = await SavingWorld.of("a", {"before microbatch": "raise", "before give_back": "raise"})
     pump = world.pump(compute_advantages=advantages)
     assert await raised(pump.step()) and not world.buffer.samples()
     other, pump, _ = await resumed(await saved(pump), compute_advantages=advantages)
@@ -70,8 +154,7 @@ async def test_a_failed_step_is_undone_first_and_its_advantages_are_not_computed
 
 
 async def test_trained_groups_whose_clearing_failed_are_not_saved():
-    world = SavingWorld({"before clear": "raise"})
-    await world.put_each("ab")
+    world = await SavingWorld.of("ab", {"before clear": "raise"})
     pump = world.pump(max_staleness=1)
     assert await raised(pump.step())
     world, pump, _ = await resumed(await saved(pump), max_staleness=1)
@@ -80,8 +163,7 @@ async def test_trained_groups_whose_clearing_failed_are_not_saved():
 
 
 async def test_a_buffer_without_state_keeps_its_own():
-    world = World()
-    await world.put_each("ab")
+    world = await World.of("ab")
     pump = world.pump(max_staleness=1)
     await pump.step()
     state = await saved(pump)
@@ -102,8 +184,7 @@ async def test_another_format_is_refused(state):
 
 
 async def test_loading_into_what_is_in_use_is_refused():
-    world = SavingWorld()
-    await world.put("a")
+    world = await SavingWorld.of("a")
     pump = world.pump()
     state = await saved(pump)
     with pytest.raises(MisuseError, match="has had samples already"):

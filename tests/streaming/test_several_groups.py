@@ -43,8 +43,7 @@ async def test_the_trainer_gets_lists_and_the_last_one_has_the_remainder():
 
 async def test_none_is_claimed_before_a_call_has_all_of_its_groups():
     """A better one may come until then: here one from older weights."""
-    world = World()
-    await world.put("new", version=1)
+    world = await World.of(["new"], version=1)
     settings = {"target_prompt_groups_per_step": 2, "prompt_groups_per_microbatch": 2, "max_staleness": 1}
     stepping = asyncio.ensure_future(world.pump(version=1, **settings).step())
     await asyncio.sleep(1)
@@ -71,27 +70,9 @@ async def test_logprobs_take_a_calls_groups_together_and_advantages_one_by_one()
     assert seen == [["a"], ["b"], ["c"], ["d"]]
 
 
-async def test_advantages_are_computed_once_though_the_step_is_repeated():
-    world, seen = World({"before microbatch": "raise"}), []
-    await world.put_each("ab")
-
-    async def advantages(data):
-        seen.append(data[0])
-        return [f"{data[0]}!"]
-
-    settings = {"target_prompt_groups_per_step": 2, "prompt_groups_per_microbatch": 2, "max_staleness": 1}
-    pump = world.pump(compute_advantages=advantages, **settings)
-    assert await raised(pump.step())
-    assert world.called("give_back") == ["give_back a b"]
-    await pump.step()
-    assert world.trained == [["a!", "b!"]] and seen == ["a", "b"]
-    assert not pump._steps.computed
-
-
 async def test_advantages_of_a_group_that_is_trained_on_no_more_are_forgotten():
     """It is evicted once its weights are too old; the buffer does not say so."""
-    world = World({"before microbatch": "raise"})
-    await world.put("a", version=0)
+    world = await World.of("a", {"before microbatch": "raise"}, version=0)
 
     async def advantages(data):  # a plain function would run in a thread, on real time
         return data

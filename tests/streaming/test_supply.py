@@ -13,16 +13,14 @@ from megapatch.streaming import EmptyStepError, RolloutBuffer, _supply
 
 # ------------------------------------------------------------------------------------------ looking
 async def test_the_buffer_is_not_looked_at_again_for_a_group_that_was_seen():
-    world = World()
-    await world.put_each("abc")
+    world = await World.of("abc")
     await world.pump(target_prompt_groups_per_step=3).step()
     assert world.trained == [["a", "b", "c"]]
     assert world.calls.count("samples") == 1
 
 
 async def test_the_buffer_is_looked_at_again_for_another_version():
-    world = World()
-    await world.put("a")
+    world = await World.of("a")
     await world.put("next", version=1)
     await world.pump().run(2)
     assert world.trained == [["a"], ["next"]]
@@ -73,8 +71,7 @@ async def test_the_buffer_is_looked_at_again_after_a_claim_that_it_refused():
         del world.plan["before claim"]
         raise MisuseError("somebody else has it")
 
-    world = World({"before claim": refuse})
-    await world.put("a")
+    world = await World.of("a", {"before claim": refuse})
     pump = world.pump()
     assert isinstance(await raised(pump.step()), MisuseError)
     await pump.step()
@@ -82,8 +79,7 @@ async def test_the_buffer_is_looked_at_again_after_a_claim_that_it_refused():
 
 
 async def test_groups_that_are_too_old_are_cleared_again_after_a_clear_that_failed():
-    world = World()
-    await world.put("a")
+    world = await World.of("a")
     pump = world.pump()
     await pump.step()
     await world.put("old")
@@ -96,8 +92,7 @@ async def test_groups_that_are_too_old_are_cleared_again_after_a_clear_that_fail
 
 # ------------------------------------------------------------------------------------------ empty steps
 async def test_an_empty_step_says_what_was_waiting():
-    world = World()
-    await world.put("early", version=0)
+    world = await World.of(["early"], version=0)
     await world.put("half", samples=1, expected_num_samples=2)
     await world.put("future", version=1)
     await world.put("unfinished", committed=False)
@@ -122,8 +117,7 @@ async def test_an_empty_step_says_what_was_waiting():
 
 async def test_an_empty_step_says_what_was_evicted():
     """Where generation does not know its version, all that comes is too old."""
-    world = World()
-    await world.put("a")
+    world = await World.of("a")
     pump = world.pump()
     await pump.step()
     await world.put_each("bc", version=0)

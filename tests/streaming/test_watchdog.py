@@ -51,8 +51,7 @@ async def test_the_call_that_hangs_is_named_once(caplog, call):
 
 @pytest.mark.parametrize("call", HANGS)
 async def test_nothing_is_said_before(caplog, call):
-    world = World({f"{when} {call}": lambda: asyncio.sleep(590) for when in ("before",)})
-    await world.put("a")
+    world = await World.of("a", {f"{when} {call}": lambda: asyncio.sleep(590) for when in ("before",)})
     await world.pump(refresh_policy_logprobs=True).step()
     assert not warnings(caplog)
 

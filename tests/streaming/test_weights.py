@@ -15,8 +15,7 @@ SYNC = ["pause", "sync", "stamp", "resume"]
 @pytest.mark.parametrize("deed", ["raise", "cancel"])
 @pytest.mark.parametrize("place", [f"{when} {call}" for call in SYNC for when in ("before", "after")])
 async def test_no_rollout_is_admitted_until_a_sync_has_succeeded(place, deed):
-    world = World({place: deed})
-    await world.put("a")
+    world = await World.of("a", {place: deed})
     pump = world.pump()
     world.victim = asyncio.ensure_future(raised(pump.step()))
     while pump.admitted and not world.victim.done():
@@ -35,37 +34,6 @@ async def test_no_rollout_is_admitted_until_a_sync_has_succeeded(place, deed):
         assert world.called() == ["pause", "sync 1", "stamp 1", "resume"]
         await asyncio.sleep(0)
         assert pump.admitted and waiting.done()
-
-
-async def test_rollouts_are_admitted_when_generation_knows_the_version():
-    world = World()
-    await world.put("a")
-    pump = world.pump()
-    seen = {}
-    for call in SYNC:
-        for when in ("before", "after"):
-
-            async def look(place=f"{when} {call}"):
-                seen[place] = (pump.admitted, world.generation_version)
-
-            world.plan[f"{when} {call}"] = look
-    await pump.step()
-    assert [admitted for admitted, _ in seen.values()] == [False] * 8
-    assert [version for _, version in seen.values()] == [0] * 5 + [1] * 3
-    assert pump.admitted
-
-
-async def test_a_sync_by_hand_makes_up_for_one_that_failed():
-    world = World({"before sync": "raise"})
-    await world.put("a")
-    await world.put("b", version=1)
-    pump = world.pump()
-    assert isinstance(await raised(pump.step()), Fault)
-    assert not pump.admitted
-    await pump.sync_weights()
-    assert pump.admitted
-    await pump.step()
-    assert world.trained == [["a"], ["b"]]
 
 
 async def test_a_step_after_a_sync_by_hand_that_failed_syncs_first():

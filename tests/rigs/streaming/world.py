@@ -73,6 +73,13 @@ class World:
         self.generation_version = 0
         self.paused = False
 
+    @classmethod
+    async def of(cls, groups, plan=None, **options):
+        """Return a world with these groups in its buffer."""
+        world = cls(plan)
+        await world.put_each(groups, **options)
+        return world
+
     def pump(self, **settings):
         for_the_pump = {"compute_advantages", "logger", "version"} & settings.keys()
         others = {name: settings.pop(name) for name in for_the_pump}
