@@ -221,12 +221,13 @@ def test_a_file_of_another_form_is_one_line(tmp_path, fields, says):
 
 
 def test_a_patch_that_is_in_place_on_no_rank_is_not_well(tmp_path):
-    patch = {"name": "a.patch", "status": "overwritten", "reason": "module m replaced it"}
-    for rank in range(4):
-        write(tmp_path, rank, 4, patches=[patch] if rank != 2 else [patch | {"status": "applied"}])
+    patch = {"name": "a.patch", "reason": "module m replaced it"}
+    for rank, status in enumerate(("overwritten", "overwritten", "applied", "refused")):
+        write(tmp_path, rank, 4, patches=[patch | {"status": status}])
     shown = run("doctor", str(tmp_path))
     assert shown.returncode == 1 and "alike" not in shown.stdout
-    assert "\na.patch is overwritten (module m replaced it) on ranks 0-1, 3\n" in shown.stdout
+    assert "\na.patch is overwritten (module m replaced it) on ranks 0-1\n" in shown.stdout
+    assert "\na.patch is refused (module m replaced it) on rank 3\n" in shown.stdout
 
 
 def test_where_no_patch_is_applied_yet_it_says_when_to_call_it(monkeypatch, capsys):

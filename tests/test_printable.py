@@ -97,6 +97,7 @@ def printed(found: Examination, monkeypatch) -> dict[str, str]:
         "text": lambda: terminal.write(found.text(100)),
         "json": lambda: terminal.write_json(found.to_dict()),
         "report": lambda: terminal.write(str(found.report)),
+        "data": lambda: print(ascii(found.report.to_dict())),
         "notes": lambda: [terminal.note(problem) for problem in found.problems],
     }.items():
         with monkeypatch.context() as patched:
