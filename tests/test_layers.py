@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import subprocess
 import sys
 
 import pytest
 import wrapt
+from rigs.command import run
 from rigs.engine import TARGET, activated, make_patch, status_of
 
 from megapatch._reporting.report import make_report
@@ -332,5 +332,5 @@ from megapatch._reporting.facts import look
 print(len(look()) > 2)
 print(megapatch.report().digest)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run("-c", code)
     assert done.stdout.split()[:1] == ["True"], done.stderr

@@ -15,7 +15,6 @@ import pytest
 from rigs.command import run
 from rigs.engine import TARGET, make_engine, make_patch, needed, status_of
 
-import megapatch
 from megapatch._engine import watch
 
 SECONDS = 30.0  # after which a thread counts as one that waits for ever
@@ -133,15 +132,7 @@ def test_threads_that_import_a_package_and_its_module_at_once(tmp_path):
             f"import time\ntime.sleep(0.3)\nfrom . import sub\n{TARGET}"
         )
         (tmp_path / package / "sub.py").write_text(TARGET)
-    path = [str(tmp_path), str(Path(__file__).parent), str(Path(megapatch.__file__).parents[1])]
-    done = subprocess.run(
-        [sys.executable, "-c", AT_ONCE, *packages],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run("-c", AT_ONCE, *packages, path=f"{tmp_path}{os.pathsep}{Path(__file__).parent}")
     assert done.stdout.splitlines() == [f"{package} hello you! applied applied" for package in packages], (
         done.stderr
     )
