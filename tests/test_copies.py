@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rigs.command import run
 
 import megapatch
 
@@ -66,15 +65,7 @@ def ran(folder, between):
     (folder / "vendor" / "__init__.py").touch()
     os.symlink(HERE, folder / "vendor" / "megapatch")
     (folder / "target.py").write_text("def greet(name):\n    return 'hello ' + name\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(HERE.parent)])}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(between=between)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=60,
-        cwd=folder,
-    )
+    done = run("-c", SCRIPT.format(between=between), path=folder)
     assert done.returncode == 0, done.stderr
     return {**json.loads(done.stdout), "signs": done.stderr}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rigs.command import run
 from rigs.engine import TARGET, make_engine, make_patch, needed, status_of
 
 import megapatch
@@ -83,23 +83,13 @@ def distribution(folder, name, entry_points, metadata=None):
     (info / "entry_points.txt").write_bytes(entry_points)
 
 
-def found(*before, environment, cwd):
-    code = "\n".join(
-        [
-            *before,
-            "import logging; logging.basicConfig()",
-            "import megapatch",
-            "print([patch.patch.name for patch in megapatch.report().patches if 'third' in patch.patch.name])",
-        ]
+def found(**environment):
+    code = (
+        "import logging; logging.basicConfig()\n"
+        "import megapatch\n"
+        "print([patch.patch.name for patch in megapatch.report().patches if 'third' in patch.patch.name])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=cwd,
-        env={**os.environ, **environment},
-    )
+    done = run("-c", code, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
 
@@ -110,7 +100,7 @@ def test_a_distribution_with_bad_metadata_loses_no_other(tmp_path):
     distribution(tmp_path, "good", good)
     distribution(tmp_path, "zbad", b"[megapatch.patches\nnonsense", metadata=b"\xff\xfe\x00")
     path = os.pathsep.join([str(tmp_path), str(HERE)])
-    names, said = found(environment={"PYTHONPATH": path}, cwd=tmp_path)
+    names, said = found(PYTHONPATH=path)
     assert "third_party.good" in names
     assert "abad-1.0.dist-info" in said
 
@@ -126,18 +116,18 @@ def test_a_distribution_with_bad_metadata_loses_no_other(tmp_path):
         ("MEGA_PATCH_DISABLE", "MEGAPATCH_DISABLE"),
     ],
 )
-def test_a_misspelt_variable_is_a_warning_at_import(variable, meant, tmp_path):
-    _, said = found(environment={variable: "megatron.*", "PYTHONPATH": str(HERE)}, cwd=tmp_path)
+def test_a_misspelt_variable_is_a_warning_at_import(variable, meant):
+    _, said = found(**{variable: "megatron.*"})
     assert f"{variable} is set and means nothing to megapatch; did you mean {meant}?" in said
     assert "megatron.*" not in said
 
 
 @pytest.mark.parametrize("variable", ["MEGATRON_STRICT", "MEDIA_ONLY", "PIP_QUIET", "MEGAPHONE_AUDIT"])
-def test_those_of_others_are_not(variable, tmp_path):
-    _, said = found(environment={variable: "1", "PYTHONPATH": str(HERE)}, cwd=tmp_path)
+def test_those_of_others_are_not(variable):
+    _, said = found(**{variable: "1"})
     assert "means nothing" not in said
 
 
-def test_the_known_ones_are_not(tmp_path):
+def test_the_known_ones_are_not():
     environment = {"MEGAPATCH_RUN_TARGETS": "", "MEGAPATCH_AUDIT": "0", "MEGAPATCH_AUDIT_EVERY": "5"}
-    assert found(environment=environment | {"PYTHONPATH": str(HERE)}, cwd=tmp_path)[1] == ""
+    assert found(**environment)[1] == ""

@@ -86,16 +86,6 @@ def test_restore_gives_the_identical_original_everywhere(modules):
     assert target.greet("you") == late.greet("you") == "hello you!"
 
 
-def test_restore_before_the_import_keeps_the_patch_away_until_apply(modules):
-    name = modules.write(TARGET)
-    engine = activated(make_patch(name))
-    engine.restore()
-    target = importlib.import_module(name)
-    assert target.greet("you") == "hello you"
-    engine.apply()
-    assert target.greet("you") == "hello you!"
-
-
 def test_restore_deletes_what_was_inherited(modules):
     source = TARGET + "class Heir(Greeter):\n    pass\n"
     target = importlib.import_module(name := modules.write(source))
@@ -144,14 +134,6 @@ def test_a_wrapper_on_top_that_says_what_it_wraps_leaves_the_patch_applied(modul
     importlib.reload(target)
     engine.apply()
     assert target.greet("you") == "hello you!"
-
-
-def test_a_target_that_someone_deleted_is_overwritten_by_nothing(modules):
-    target = importlib.import_module(name := modules.write(TARGET))
-    engine = activated(make_patch(name))
-    del target.greet
-    assert status_of(engine) == "overwritten"
-    assert engine.records[0].reason.endswith("greet is now nothing")
 
 
 def test_restoring_an_unknown_name_is_an_error_that_helps():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import subprocess
+import inspect
 import sys
+import types
 
 import pytest
 import wrapt
+from rigs.command import run
 from rigs.engine import TARGET, activated, make_patch, status_of
 
 from megapatch._reporting.report import make_report
@@ -44,12 +46,30 @@ class RaisingLayer:
 
 
 # ------------------------------------------------------------------------------------------ that lie
-def names_other(below):
+_kept, _state = {}, types.SimpleNamespace()
+
+
+def wrapping(call, before="", after=""):
+    """Return a decorator whose wrapper says what it wraps, and calls what this expression names."""
+    source = f"""
+def wrap(below):
+    {before}
     @functools.wraps(below)
     def shout(*args):
-        return other(*args)
-
+        return {call}(*args)
+    {after}
     return shout
+"""
+    names = {
+        "functools": functools,
+        "inspect": inspect,
+        "sys": sys,
+        "other": other,
+        "kept": _kept,
+        "state": _state,
+    }
+    exec(source, names)
+    return names["wrap"]
 
 
 def holds_another(below):
@@ -68,7 +88,7 @@ class Instance:
         return other(*args)
 
 
-LIES = [names_other, holds_another, Instance]
+LIES = {"names another": wrapping("other"), "holds another": holds_another, "an instance": Instance}
 
 
 # ------------------------------------------------------------------------------------------ that call it
@@ -84,78 +104,10 @@ def two_decorators(below):
     return in_a_closure(functools.lru_cache(in_a_closure(below)))
 
 
-def by_wrapped(below):
-    @functools.wraps(below)
-    def shout(*args):
-        return shout.__wrapped__(*args)
-
-    return shout
-
-
-def by_unwrap(below):
-    import inspect
-
-    @functools.wraps(below)
-    def shout(*args):
-        return inspect.unwrap(shout)(*args)
-
-    return shout
-
-
-_kept = {}
-
-
-def in_a_global_dictionary(below):
-    _kept["greet"] = [below]
-
-    @functools.wraps(below)
-    def shout(*args):
-        return _kept["greet"][0](*args)
-
-    return shout
-
-
 def in_a_default(below):
     @functools.wraps(below)
     def shout(*args, _greet=below):
         return _greet(*args)
-
-    return shout
-
-
-def in_an_attribute(below):
-    @functools.wraps(below)
-    def shout(*args):
-        return shout.original(*args)
-
-    shout.original = below
-    return shout
-
-
-class State:
-    pass
-
-
-_state = State()
-
-
-def in_an_object(below):
-    _state.original = below
-
-    @functools.wraps(below)
-    def shout(*args):
-        return _state.original(*args)
-
-    return shout
-
-
-def beside_the_target(below):
-    target = sys.modules[below.__module__]
-    target._old_greet = below
-
-    @functools.wraps(below)
-    def shout(*args):
-        return target._old_greet(*args)
 
     return shout
 
@@ -185,10 +137,6 @@ class InstanceByProperty(Instance):
     @property
     def kept(self):
         return _kept["greet"][0]
-
-
-def a_partial(below):
-    return functools.partial(below)
 
 
 def an_argument_of_a_partial(below):
@@ -231,25 +179,32 @@ def without_gradients(below):
     return torch.no_grad()(below)
 
 
-CALLS = [
-    *(in_a_closure, two_decorators, by_wrapped, by_unwrap, in_a_global_dictionary, in_a_default, in_an_attribute),
-    *(
-        in_an_object,
-        beside_the_target,
-        InstanceThatCalls,
-        InstanceByWrapped,
-        InstanceByProperty,
-        a_partial,
-        an_argument_of_a_partial,
-        an_option_of_a_partial,
-        a_proxy,
-        a_context_manager,
+CALLS = {
+    "in a closure": in_a_closure,
+    "two decorators": two_decorators,
+    "by __wrapped__": wrapping("shout.__wrapped__"),
+    "by inspect.unwrap()": wrapping("inspect.unwrap(shout)"),
+    "in a global dictionary": wrapping("kept['greet'][0]", "kept['greet'] = [below]"),
+    "in a default": in_a_default,
+    "in an attribute": wrapping("shout.original", after="shout.original = below"),
+    "in an object": wrapping("state.original", "state.original = below"),
+    "beside the target": wrapping(
+        "sys.modules[shout.__module__]._old_greet", "sys.modules[below.__module__]._old_greet = below"
     ),
-    *(compiled, without_gradients),
-]
+    "an instance": InstanceThatCalls,
+    "an instance by __wrapped__": InstanceByWrapped,
+    "an instance by a property": InstanceByProperty,
+    "a partial": functools.partial,
+    "an argument of a partial": an_argument_of_a_partial,
+    "an option of a partial": an_option_of_a_partial,
+    "a proxy": a_proxy,
+    "a context manager": a_context_manager,
+    "compiled": compiled,
+    "without gradients": without_gradients,
+}
 
 
-@pytest.mark.parametrize("wrap", LIES, ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("wrap", LIES.values(), ids=LIES)
 def test_a_wrapper_that_never_calls_ours_has_overwritten_it(wrap, target, caplog):
     engine = activated(make_patch(target.__name__))
     ours = target.greet
@@ -263,7 +218,7 @@ def test_a_wrapper_that_never_calls_ours_has_overwritten_it(wrap, target, caplog
     assert status_of(engine) == "applied"
 
 
-@pytest.mark.parametrize("wrap", CALLS, ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("wrap", CALLS.values(), ids=CALLS)
 def test_a_wrapper_that_calls_ours_leaves_it_in_effect(wrap, target):
     engine = activated(make_patch(target.__name__))
     target.greet = wrap(target.greet)
@@ -346,5 +301,5 @@ from megapatch._reporting.facts import look
 print(len(look()) > 2)
 print(megapatch.report().digest)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run("-c", code)
     assert done.stdout.split()[:1] == ["True"], done.stderr

@@ -1,4 +1,4 @@
-"""Commands that ask upstream: how a test ended on all ranks, and since when a diagnosis refuses."""
+"""Commands that ask upstream: how a test ended on all ranks, and what the diagnoses refuse."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_known_differences_have_a_reason():
 
 
 @pytest.fixture
-def repository(tmp_path, monkeypatch):
-    """A clone with 21 commits, of which a diagnosis refuses those that have a number of at least 13."""
+def repository(tmp_path):
+    """A clone with a commit on each of five days."""
 
     def git(*arguments):
         command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
@@ -74,31 +74,25 @@ def repository(tmp_path, monkeypatch):
     date = ""
     git("init", "--quiet", "--initial-branch=main")
     (tmp_path / "megatron").mkdir()
-    for number in range(21):
+    for number in range(5):
         (tmp_path / "megatron/number").write_text(str(number))
         date = f"2026-01-{number + 1:02}T12:00:00Z"
         git("add", ".")
         git("commit", "--quiet", f"--message=number {number}")
-
-    def verdicts_on(project, folder):
-        with open(f"{folder}/megatron/number") as file:
-            return {
-                ("patch", "module"): SimpleNamespace(verdict="unknown" if int(file.read()) >= 13 else "needed")
-            }
-
-    monkeypatch.setattr(branches, "verdicts_on", verdicts_on)
     return branches.Repository(str(tmp_path))
 
 
-def test_the_first_commit_that_is_refused_is_found_by_a_few_looks(repository):
-    first = repository.first_refused(("patch", "module"), repository.commit("main"))
-    assert repository.git("log", "-1", "--format=%s", first) == "number 13"
-    assert len(repository.looked) < 8
+def test_a_refusal_is_printed_and_the_exit_code(repository, monkeypatch, capsys):
+    def verdicts_on(project, folder):
+        with open(f"{folder}/megatron/number") as file:
+            verdict = "unknown" if file.read() == "4" else "needed"
+        return {("a.patch", "a.module"): SimpleNamespace(verdict=verdict, reason="as it is")}
 
-
-def test_a_refusal_without_a_beginning_is_said_so(repository, monkeypatch):
-    monkeypatch.setattr(branches, "HISTORY", 4)
-    assert repository.first_refused(("patch", "module"), repository.commit("main")) is None
+    monkeypatch.setattr(branches, "verdicts_on", verdicts_on)
+    for name, code in (("2026-01-05", 0), ("main", 1)):
+        monkeypatch.setattr("sys.argv", ["branches", repository.path, name])
+        assert branches.main() == code
+    assert capsys.readouterr().out.endswith("a.patch at a.module: refused on main: as it is\n")
 
 
 def test_a_repository_is_asked_for_branches_and_dates(repository):

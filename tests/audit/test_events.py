@@ -15,7 +15,7 @@ from rigs.megatron.save import minor
 from rigs.mistakes.checkpoints import plan
 
 from megapatch import audit
-from megapatch.audit._audit import Audit, Call, Step
+from megapatch.audit._audit import Audit, Step
 from megapatch.audit._gathered_when_read import GatheredWhenRead
 from megapatch.audit._offloads import Offloads
 from megapatch.patches._readers import Reader
@@ -175,31 +175,6 @@ def test_a_helper_that_is_called_for_each_buffer_is_one_event_a_step(watching):
     watching.may_have_broken = False
     helper()
     assert watching.looks() and events_of(watching) == {"offload": [("pause()", 2)] * 2}
-
-
-@pytest.mark.parametrize("cause", ["helper", "load", None])
-def test_memory_that_a_known_cause_has_moved_is_no_second_event(watching, cause):
-    part = part_of(watching, Offloads)
-    buffer = Thing(param_data=None, grad_data=torch.zeros(1), buckets=[])
-    chunk = Thing(buffers=[buffer])
-    part.begin_call(Call([chunk], trains=True))
-    if cause == "helper":
-        watcher_of(part, "TorchMemorySaver.pause")(len)("")
-    watching.loads += cause == "load"
-    buffer.grad_data = torch.zeros(1)
-    part.begin_call(Call([chunk], trains=True))
-    whats = {"helper": ["pause()"], "load": [], None: ["other memory of gradients"]}[cause]
-    assert [what for what, _ in events_of(watching).get("offload", [])] == whats
-
-
-def test_memory_that_is_freed_is_an_offload(watching):
-    part, parameter = part_of(watching, Offloads), torch.nn.Parameter(torch.ones(4))
-    bucket = Thing(params_list=[parameter])
-    chunk = Thing(buffers=[Thing(grad_data=torch.zeros(1), buckets=[bucket])])
-    part.begin_call(Call([chunk], trains=True))
-    parameter.untyped_storage().resize_(0)
-    part.begin_call(Call([chunk], trains=True))
-    assert events_of(watching) == {"offload": [("other memory of parameters", 1)]}
 
 
 def test_moments_that_come_in_a_first_step_are_no_event(watching):

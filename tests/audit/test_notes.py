@@ -1,4 +1,4 @@
-"""Notes: what trainers may do on purpose is no finding, raises nothing, and can be accepted by its name."""
+"""Notes are no findings, raise nothing, and can be accepted; a rule is kept only if there was something to see."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 from functools import partial
 
 import pytest
-from rigs.audit import running_audit
+from rigs.audit import idle_audit, running_audit
 from rigs.cells import AUDITED, RAISING, run_cells
 from rigs.megatron.options import UNPATCHED
 from rigs.mistakes.table import MISTAKES
 
 from megapatch import audit
 from megapatch.audit._findings import Ledger
+from megapatch.audit._report import rules_of
 from megapatch.audit._settings import bad_values
-from megapatch.testing import init_parallel, tiny_gpt
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 ACCEPT = "MEGAPATCH_AUDIT_ACCEPT"
 
@@ -99,3 +100,45 @@ def test_the_first_note_of_a_rule_is_one_warning_when_it_is_seen_and_all_are_lis
 def test_names_are_checked(names, complaint):
     expected = [f"{ACCEPT}: {complaint}"] if complaint else []
     assert bad_values({**os.environ, ACCEPT: names}) == expected
+
+
+# ------------------------------------------------------------------------ rules in a report
+def test_each_rule_is_looked_at_by_a_part():
+    watched = [rule for part in idle_audit().parts for rule in rules_of(part)]
+    assert sorted(watched) == sorted(audit.RULES)
+
+
+def own_loop(rank, world_size):
+    """Train by hand, without Megatron's schedules, and return the rules that are not watched."""
+    init_parallel()
+    model = tiny_gpt()
+    (ddp,) = model.chunks
+    for _ in range(2):
+        model.zero_grad()
+        sum(parameter.square().sum() for parameter in ddp.parameters()).backward()
+        ddp.finish_grad_sync()
+        model.optimizer.step()
+    return {rule.name: rule.judged for rule in audit.report().rules if rule.status == "kept"}
+
+
+def test_a_rule_that_had_nothing_to_look_at_is_not_said_to_be_kept():
+    twice = ("reduced-once", "fresh-gradients", "gradients-used", "gradients-dropped", "gradients-arrive")
+    for kept in run_ranks(own_loop, 2, env={**UNPATCHED, **AUDITED}):
+        assert kept == {**dict.fromkeys((*twice, "stepped-once", "ranks-agree"), 2), "kept-between-steps": 1}
+
+
+def started_late(rank, world_size):
+    """Wrap a model, and then begin to watch: its gradients are never zeroed."""
+    init_parallel()
+    model = tiny_gpt()
+    audit.start(every=1)
+    for step in range(3):
+        model.forward_backward(step)
+        model.optimizer.step()
+    return {rule.name: rule.reason for rule in audit.report().rules if rule.status == "not watched"}
+
+
+def test_gradients_of_a_model_that_was_wrapped_before_are_not_watched():
+    for blind in run_ranks(started_late, 2, env=UNPATCHED):
+        assert blind["fresh-gradients"] == "no steps with gradients"
+        assert {"reduced-once", "main-params-agree", "scaled-once", "unscaled-once"} <= blind.keys()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -259,15 +258,6 @@ def test_rules_and_keys_of_another_version_are_shown(tmp_path):
     assert shown.returncode == 1
     assert "megapatch 0.1.0 on rank 0; 0.9.0 on rank 1" in shown.stdout and "a-new-rule: rank 1" in shown.stdout
     assert "offload" in page(*read(tmp_path))
-
-
-def test_a_thousand_ranks(tmp_path):
-    write(tmp_path, *(report(rank, 1000, [found()], events=saves(*range(16))) for rank in range(1000)))
-    started = time.monotonic()
-    summary, unreadable = read(tmp_path)
-    assert (len(summary.found), len(summary.events), unreadable) == (1, 1, [])
-    assert "stepped-once: ranks 0-999" in text(summary)
-    assert time.monotonic() - started < 10
 
 
 # ------------------------------------------------------------------------ the page

@@ -85,22 +85,3 @@ def test_a_fault_strikes_where_it_is_told():
         assert "in __next__" in raised["data"]
         assert "in loss_function" in raised["loss"]
         assert "run_backward" in raised["backward"]
-
-
-def train_on_given_data(rank, world_size):
-    results = []
-    for given in (False, True):
-        init_parallel()
-        model = tiny_gpt(hooks=False)
-        loop = MegatronLoop(model, iteration=5, masked=True)
-        samples = [sample for step in (5, 6) for sample in model.microbatches(step)]
-        results.append((loop.train(2, microbatches=samples if given else None), model.parameters()))
-        assert loop.iteration == 7
-    return results
-
-
-def test_data_of_ones_own():
-    for (losses, parameters), (losses_given, parameters_given) in run_ranks(train_on_given_data, 2, env=UNPATCHED):
-        assert losses == losses_given
-        for name in parameters:
-            assert torch.equal(parameters[name], parameters_given[name])

@@ -1,10 +1,10 @@
-"""Ask megapatch's diagnoses about commits of Megatron-LM, and since when one of them refuses.
+"""Ask megapatch's diagnoses about commits of Megatron-LM.
 
     python -m upstream.branches GIT [REF or DATE ...] [--verify PATCH ...]
 
 GIT is a checkout or a git directory. A DATE (2026-05-01) is what main was then. By default: the heads of main, of
-dev and of the newest release branch. Prints a table with a row for each, and each refusal with the first commit of
-the branch that is refused. --verify runs `megapatch verify` of these patches as well. Exits with 1 if a diagnosis
+dev and of the newest release branch. Prints a table with a row for each, and each refusal; `git bisect run` finds
+the commit that it is from. --verify runs `megapatch verify` of these patches as well. Exits with 1 if a diagnosis
 refuses, or a patch does not do what it promises.
 """
 
@@ -22,16 +22,12 @@ import tempfile
 from verdicts.process import CouldNotLook, verdicts_on
 from verdicts.table import KNOWN
 
-HISTORY = 1024
-"""How many commits of a branch are looked through for the first that is refused."""
-
 
 class Repository:
     """A clone of Megatron-LM, and what the diagnoses say of its commits."""
 
     def __init__(self, path):
         self.path = path
-        self.looked = {}
 
     def git(self, *arguments):
         command = ["git", "-C", self.path, *arguments]
@@ -67,30 +63,8 @@ class Repository:
 
     def look(self, commit):
         """Return the verdicts on a commit, by patch and module."""
-        if commit not in self.looked:
-            with self.files(commit) as folder:
-                self.looked[commit] = verdicts_on("megatron-core", folder)
-        return self.looked[commit]
-
-    def first_refused(self, site, commit):
-        """Return the first commit on the way to this one, and since which, a site is refused; None if all are."""
-        commits = self.git("rev-list", "--first-parent", f"--max-count={HISTORY}", commit).split()
-        refused, known = 0, 1  # by their places in the list, the newest first
-        while self._refuses(site, commits[min(known, len(commits) - 1)]):
-            if known >= len(commits) - 1:
-                return None
-            refused, known = known, known * 2
-        known = min(known, len(commits) - 1)
-        while known - refused > 1:
-            middle = (known + refused) // 2
-            refused, known = (middle, known) if self._refuses(site, commits[middle]) else (refused, middle)
-        return commits[refused]
-
-    def _refuses(self, site, commit):
-        try:
-            return self.look(commit)[site].verdict not in KNOWN
-        except CouldNotLook:
-            return False
+        with self.files(commit) as folder:
+            return verdicts_on("megatron-core", folder)
 
     def verify(self, commit, patches):
         """Run the patches' scenarios, and return in words what came of it."""
@@ -123,16 +97,14 @@ def main():
         else:
             counts = collections.Counter(cell.verdict for cell in cells.values())
             verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in KNOWN if counts[verdict])
-            here = [(site, commit, cell.reason) for site, cell in cells.items() if cell.verdict not in KNOWN]
+            here = [(name, *site, cell.reason) for site, cell in cells.items() if cell.verdict not in KNOWN]
         verify = repository.verify(commit, options.verify) if options.verify else "-"
         well = well and verify in ("-", "well")
         refused += here
-        patches = ", ".join(dict.fromkeys(site[0] for site, *_ in here)) or "none"
+        patches = ", ".join(dict.fromkeys(patch for _, patch, *_ in here)) or "none"
         print(f"| {name} | {repository.describe(commit)} | {verdicts} | {patches} | {verify} |", flush=True)
-    for site, commit, reason in refused:
-        first = repository.first_refused(site, commit)
-        since = repository.describe(first) if first else f"before the last {HISTORY} commits"
-        print(f"{site[0]} at {site[1]}: refused since {since}: {reason}", flush=True)
+    for name, patch, module, reason in refused:
+        print(f"{patch} at {module}: refused on {name}: {reason}", flush=True)
     return 0 if well and not refused else 1
 
 

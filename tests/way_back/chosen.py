@@ -6,155 +6,68 @@ from .known import is_free
 from .layouts import layouts_here
 from .plan import ASIDE, COMPANION, GENERATION, INFERENCE, LAST, REDUCED, REFUSED, REPLAYED, TRAIN, Sequence, plan
 
-CHOSEN = (
-    Sequence(
-        "bf16",
+STEPS, EVALUATES, SAVES, GOES = COMPANION
+CHOSEN = tuple(
+    Sequence(layout, tuple(operation.strip() for operation in operations.split(";")))
+    for layout, operations in (
         (
-            "step",
-            "save",
-            "step",
-            "load of the weights",
-            "evaluation that raises",
-            REFUSED,
-            "step",
-            "save",
-            "load of the first save",
-            "step",
-            "load of the optimizer",
+            "bf16",
+            f"step; save; step; load of the weights; evaluation that raises; {REFUSED}; step; save; "
+            "load of the first save; step; load of the optimizer",
         ),
-    ),
-    Sequence(
-        "fp16",
         (
-            "step",
-            "save",
-            "step that overflows",
-            "TrainStep aborted in the optimizer",
-            REDUCED,
+            "fp16",
+            f"step; save; step that overflows; TrainStep aborted in the optimizer; {REDUCED}; "
             "load that raises, then load",
         ),
-    ),
-    Sequence("bf16, sharded, overlaps", ("step", TRAIN)),
-    Sequence(
-        "pp",
+        ("bf16, sharded, overlaps", f"step; {TRAIN}"),
         (
-            INFERENCE,
-            "step",
-            "save",
-            "step",
-            COMPANION[0],
-            "load of the weights",
-            "swap of a reference",
-            "new model",
-            "load",
+            "pp",
+            f"{INFERENCE}; step; save; step; {STEPS}; load of the weights; swap of a reference; new model; load",
         ),
-    ),
-    Sequence(
-        "tp",
         (
-            "abort in the forward pass",
-            "abort in the backward pass",
-            "step",
-            GENERATION,
-            "save",
-            "another layout and back",
-            "load of the optimizer, then of the weights",
+            "tp",
+            f"abort in the forward pass; abort in the backward pass; step; {GENERATION}; save; "
+            "another layout and back; load of the optimizer, then of the weights",
         ),
-    ),
-    Sequence(
-        "tp, dropout",
         (
-            "step",
-            "abort in the forward pass",
-            "save",
-            "TrainStep aborted in the backward pass",
-            "load",
-            "log probabilities",
-            "second model",
-            "step",
-            "load without the schedule",
+            "tp, dropout",
+            "step; abort in the forward pass; save; TrainStep aborted in the backward pass; load; "
+            "log probabilities; second model; step; load without the schedule",
         ),
-    ),
-    Sequence(
-        "moe",
         (
-            INFERENCE,
-            GENERATION,
-            "split step",
-            COMPANION[0],
-            "save",
-            "TrainStep aborted after the reduce",
-            REDUCED,
-            ASIDE,
-            LAST,
-            "second model",
-            "load without the schedule",
-            f"TrainStep aborted {REPLAYED}",
+            "moe",
+            f"{INFERENCE}; {GENERATION}; split step; {STEPS}; save; TrainStep aborted after the reduce; "
+            f"{REDUCED}; {ASIDE}; {LAST}; second model; load without the schedule; TrainStep aborted {REPLAYED}",
         ),
-    ),
-    Sequence(
-        "bf16, on disk",
         (
-            "step",
-            "save",
-            "async save",
-            "log probabilities",
-            "step",
-            "finish the async save",
-            REFUSED,
-            "load of the first save",
+            "bf16, on disk",
+            "step; save; async save; log probabilities; step; finish the async save; "
+            f"{REFUSED}; load of the first save",
         ),
-    ),
-    Sequence(
-        "bf16, sharded, overlaps",
         (
-            "step",
-            "abandoned async save",
-            "abort before the reduce",
-            "evaluation",
-            "save",
-            "step",
-            "load",
-            TRAIN,
-            f"{TRAIN} that raises",
+            "bf16, sharded, overlaps",
+            "step; abandoned async save; abort before the reduce; evaluation; save; step; load; "
+            f"{TRAIN}; {TRAIN} that raises",
         ),
-    ),
-    Sequence(
-        "bf16, fully_reshardable",
-        ("step", "save", "step", "save that raises", "offload and onload", "load without the schedule"),
-    ),
-    Sequence("fp32, sharded", ("log probabilities", "step", "save", "TrainStep dropped", "step", "load")),
-    Sequence(
-        "bf16, sharded, overlaps",
         (
-            INFERENCE,
-            COMPANION[0],
-            "step",
-            GENERATION,
-            COMPANION[1],
-            "save",
-            COMPANION[2],
-            "step",
-            COMPANION[3],
-            "load",
+            "bf16, fully_reshardable",
+            "step; save; step; save that raises; offload and onload; load without the schedule",
         ),
-    ),
-    Sequence(
-        "bf16, large", (COMPANION[0], "step", COMPANION[2], "save", "step", COMPANION[1], COMPANION[3], "load")
-    ),
-    Sequence("pp, vpp", ("abort in the optimizer", "abort after the reduce", "step", "save", "step", "load")),
-    Sequence(
-        "ep",
+        ("fp32, sharded", "log probabilities; step; save; TrainStep dropped; step; load"),
         (
-            "TrainStep aborted in the forward pass",
-            "TrainStep aborted in the backward pass",
-            "TrainStep aborted before the reduce",
-            "step",
-            "save",
-            "load",
+            "bf16, sharded, overlaps",
+            f"{INFERENCE}; {STEPS}; step; {GENERATION}; {EVALUATES}; save; {SAVES}; step; {GOES}; load",
         ),
-    ),
-    Sequence("offloaded", ("step", "save", "step", "load")),
+        ("bf16, large", f"{STEPS}; step; {SAVES}; save; step; {EVALUATES}; {GOES}; load"),
+        ("pp, vpp", "abort in the optimizer; abort after the reduce; step; save; step; load"),
+        (
+            "ep",
+            "TrainStep aborted in the forward pass; TrainStep aborted in the backward pass; "
+            "TrainStep aborted before the reduce; step; save; load",
+        ),
+        ("offloaded", "step; save; step; load"),
+    )
 )
 
 

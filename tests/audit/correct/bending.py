@@ -18,6 +18,7 @@ from rigs.mistakes.weights import copies_of, parameters_of, parts_of, put
 from megapatch.testing import _data, tiny_gpt
 
 from .batches import changed, in_halves, loop_of_its_own
+from .on_purpose import used_twice_with_decay
 from .table import Programs, backward, gradients_of, made_once
 
 REDUCES_AGAIN = "grad_reduce_finished" in BUFFER.read_text()
@@ -114,17 +115,10 @@ def with_state_made_before(model, step):
     model.train_step(step)
 
 
-def stepped_again(model, step):
-    """A second step on half of the gradients, before what the first has left is gathered."""
-    model.train_step(step)
-    torch._foreach_mul_(gradients_of(model), 0.5)
-    model.optimizer.step()
-
-
 bends("a bad batch is a step on zeros", on_zeros, {"gradients-used": 1})
 bends("two optimizers step on the same gradients", made_by_two, {"kept-between-steps": 3})
 bends("the optimizer's state is made by a step on nothing", with_state_made_before, **ADAM)
-bends("two steps before the gather", stepped_again, **BOTH)
+bends("two steps before the gather", used_twice_with_decay, **BOTH)
 
 
 # ------------------------------------------------------------------------------------------ scales

@@ -70,15 +70,6 @@ def continued_from_an_average(model, step):
         put_for_good(model, mean(kept, copies_of(model)))
 
 
-@WEIGHTS.row("the average is the result (SWA)")
-def average_is_the_result(model, step):
-    kept = made_once(model, "kept", lambda: copies_of(model))
-    model.train_step(step)
-    if step == 2:
-        put(model, mean(kept, copies_of(model)))
-        log_probabilities(model, step)
-
-
 @WEIGHTS.row("Lookahead", {"kept-between-steps": 3})
 @WEIGHTS.row("Lookahead, sharded", **SHARDED)
 def lookahead(model, step):
@@ -192,33 +183,3 @@ def adapter_saved(model, step):
 
     head = adapted.chunks[0].module.output_layer
     plan({name: ShardedTensor.from_rank_offsets(name, getattr(head, name)) for name in ("up", "down")})
-
-
-def with_value_head(gpt):
-    """Add the mean of values to each token's loss."""
-    gpt.value = torch.nn.Linear(32, 1).cuda()
-    torch.nn.init.constant_(gpt.value.weight, 0.01)
-    torch.nn.init.zeros_(gpt.value.bias)
-    forward = gpt.output_layer.forward
-
-    def with_values(*args, **kwargs):
-        logits, bias = forward(*args, **kwargs)
-        return logits + gpt.value(logits.float()).to(logits.dtype), bias
-
-    gpt.output_layer.forward = with_values
-
-
-@WEIGHTS.row("a value head")
-def value_head(model, step):
-    made_once(model, "critic", lambda: changed_before_it_is_wrapped(with_value_head)).train_step(step)
-
-
-@WEIGHTS.row("layers are unfrozen in a second phase")
-def unfrozen(model, step):
-    """Wrap the model again, with a new optimizer."""
-    if step < 2:
-        made_once(model, "first", lambda: tiny_gpt(layers=4, frozen=("*layers.0.*",))).train_step(step)
-    else:
-        model.second = tiny_gpt(layers=4)
-        put_for_good(model.second, copies_of(model.first))
-        model.second.train_step(step)
