@@ -9,8 +9,9 @@ layouts  the layouts
 steps    programs of steps, optimizers and schedules
 loads    programs of loads and swaps
 saves    programs of saves
-by_hand  programs of what is done by hand
-own_classes  programs with subclasses, wrappers, mocks, hooks and copies, and of what others keep
+by_hand  programs of what is done by hand, and with classes of one's own
+own_classes  programs with subclasses, wrappers, mocks, hooks, copies and processes of one's own
+others  programs in which others hold what patches touch
 trainer  what programs build, and what is recorded of it
 runs     the job of the ranks
 compare  where two records differ
@@ -19,4 +20,6 @@ Other programs, of calls one by one, compare more: after each call all that can 
 
 calls    the programs
 states   the job of the ranks, and where two of its records differ
+
+test_checkpoints is about those that one process writes and another one reads, of which one has no megapatch.
 """

@@ -23,6 +23,7 @@ from megapatch.testing import MegatronLoop
 from megapatch.testing._data import forward_step
 
 from .layouts import DENSE, EVERY, OFFLOADED, ON_DISKS, SHARDS, here
+from .own_classes import is_decorated, specified
 from .steps import unfinished
 from .trainer import parts_of
 
@@ -285,6 +286,16 @@ def layouts_in_turn(run):
     run.layout.set_up()
     trainer = own_trainer(run)
     yield "a model in it", trainer.train(0)
+
+
+@calls("fp32", "bf16, sharded")
+def what_inspect_says(run):
+    trainer = own_trainer(run)
+    yield "building", None
+    found = specified(trainer).items()
+    yield "signature()", {name: str(inspect.signature(each)) for name, each in found}
+    plain = {name: str(inspect.getfullargspec(each)) for name, each in found if not is_decorated(each)}
+    yield "getfullargspec()", plain
 
 
 @calls("fp32")

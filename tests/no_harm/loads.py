@@ -99,6 +99,22 @@ def an_adapter_over_a_frozen_base(run):
     trainer.train(3)
 
 
+@program("fp32", *HALF, "pp, tied")
+def an_average_of_weights_is_evaluated(run):
+    """An exponential moving average, kept in Python."""
+    trainer = run.trainer()
+    average = trainer.weights()
+    for data in range(3):
+        trainer.train(data)
+        mine = trainer.weights()
+        for state, new in zip(average, mine, strict=True):
+            for name in filter(lambda name: is_weight(state[name]), state):
+                state[name].mul_(0.9).add_(new[name], alpha=0.1)
+        trainer.load(average)
+        trainer.evaluate(100)
+        trainer.load(mine)
+
+
 @program("pp, tied", "tp")
 def tied_embeddings_are_loaded(run):
     _loaded_and_trained_on(run.trainer(tied_embeddings=True))
@@ -203,6 +219,17 @@ def two_models_of_which_one_loads(run):
         critic.load(saved)
         critic.optimizer.reload_model_params()
     actor.train(3)
+
+
+@program("bf16", "bf16, sharded, overlaps")
+def three_models_of_which_one_loads_the_others_weights(run):
+    policy, reference, critic = run.trainer(), run.trainer(), run.trainer()
+    for data in range(2):
+        policy.train(data)
+        critic.train(data + 10)
+        reference.load(policy.weights())
+        reference.evaluate(100)
+    policy.train(2)
 
 
 @program("fp32", "bf16", "bf16, sharded", "moe")

@@ -10,7 +10,6 @@ import inspect
 import os
 import pickle
 import types
-import weakref
 from collections import Counter
 from unittest import mock
 
@@ -206,8 +205,7 @@ def hooks_on_each_module_and_parameter(run):
     for number, part in enumerate(parts_of(trainer.optimizer)):
         part.optimizer.register_step_pre_hook(hook(f"before the step of {number}"))
         part.optimizer.register_step_post_hook(hook(f"after the step of {number}"))
-        for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
-            getattr(part.optimizer, f"register_{name}_hook")(hook(f"{name} of optimizer {number}"))
+        part.optimizer.register_load_state_dict_post_hook(hook(f"after a load of optimizer {number}"))
     everything(trainer)
     run.note("calls", sorted(calls.items()))
 
@@ -278,10 +276,29 @@ def a_model_within_another_module(run):
 
 
 @program("fp32", "bf16", "fp16, sharded", "moe")
-def a_schedule_is_copied(run):
+def copies_of_what_a_trainer_has(run):
     trainer = run.trainer()
     trainer.train(0)
+    (chunk,) = trainer.model.chunks
+    for name, each in {
+        "config": trainer.model.config,
+        "DDP's config": trainer.model.ddp_config,
+        "optimizer's config": parts_of(trainer.optimizer)[0].config,
+        "schedule": trainer.schedule,
+        "state of the schedule": trainer.schedule.state_dict(),
+        "scaler": getattr(parts_of(trainer.optimizer)[0], "grad_scaler", None),
+        "inner optimizers": [part.optimizer for part in parts_of(trainer.optimizer)],
+        "weights": chunk.module.state_dict(),
+    }.items():
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            try:
+                made = make(each)
+            except Exception as error:
+                made = type(error)
+            run.note("copied", (name, make.__name__, type(made).__name__, sorted(getattr(made, "__dict__", ()))))
     trainer.schedule = copy.copy(trainer.schedule)
+    for group in (group for part in parts_of(trainer.optimizer) for group in part.param_groups):
+        run.note("group", sorted(group))
     trainer.train(1)
 
 
@@ -343,55 +360,3 @@ def methods_replaced_by_hand_on_instances(run):
                 setattr(each, name, types.MethodType(own(getattr(each, name)), each))
     everything(trainer)
     run.note("calls", dict(sorted(calls.items())))
-
-
-# ------------------------------------------------------------------------------------ kept by others
-@program("fp32", "fp16", "bf16, sharded")
-def an_optimizer_kept_weakly(run):
-    trainer = run.trainer()
-    optimizer, table = trainer.optimizer, weakref.WeakKeyDictionary()
-    table[optimizer], table[trainer.schedule] = "optimizer", "schedule"
-    trainer.optimizer = weakref.proxy(optimizer)
-    trainer.schedule = trainer.layout.schedule_of(trainer.optimizer)
-    everything(trainer)
-    run.note("table", sorted(table.values()))
-    trainer.optimizer = optimizer
-
-
-@program("fp32", "bf16", "fp16", "fp32, sharded", "bf16, sharded")
-def groups_and_states_kept_over_steps_and_loads(run):
-    trainer = run.trainer()
-    inner = [part.optimizer for part in parts_of(trainer.optimizer)]
-
-    def held():
-        groups = [group for each in inner for group in each.param_groups]
-        states = [value for each in inner for state in each.state.values() for value in (state, *state.values())]
-        return [each.param_groups for each in inner] + groups + [group["params"] for group in groups] + states
-
-    trainer.train(0)
-    kept, groups = held(), inner[0].param_groups
-    for change in (
-        lambda: trainer.train(1),
-        lambda: trainer.load(trainer.weights()),
-        lambda: trainer.optimizer.reload_model_params(),
-        lambda: trainer.disk.tree(loading=False),
-    ):
-        change()
-        run.note("one object", [one is two for one, two in zip(kept, held(), strict=False)])
-    for group in groups:
-        group["max_lr"] = 0.01
-    trainer.train(2)
-
-
-@program("bf16, overlapped reduce", "bf16, sharded, overlaps", "pp, vpp", "fp16")
-def hooks_of_the_config_as_partials(run):
-    trainer = run.trainer()
-    config, made = trainer.model.config, {}
-    for name in ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func"):
-        given = getattr(config, name)
-        made[name] = [functools.partial(each) for each in given] if isinstance(given, list) else given
-        if callable(given):
-            made[name] = functools.partial(given)
-        setattr(config, name, made[name])
-    everything(trainer)
-    run.note("kept", [getattr(config, name) is each for name, each in made.items()])

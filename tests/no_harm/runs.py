@@ -22,7 +22,7 @@ from way_back.pictures import take_logged
 from megapatch._mcore.process_groups import process_groups
 from megapatch.testing import init_parallel
 
-from . import by_hand, loads, own_classes, saves, steps
+from . import by_hand, loads, others, own_classes, saves, steps
 from .layouts import LAYOUTS
 from .table import LONGEST, PROGRAMS
 from .trainer import Run
@@ -31,7 +31,7 @@ PLAIN, PATCHED, WATCHED = "plain", "with megapatch", "with the audit"
 ENVIRONMENTS = {PLAIN: WITHOUT_MEGAPATCH, PATCHED: {}, WATCHED: AUDITED}
 ALONE = timedelta(seconds=15)
 """How long a rank waits for the other one in a collective."""
-MODULES = (steps, loads, saves, by_hand, own_classes)
+MODULES = (steps, loads, saves, by_hand, own_classes, others)
 
 
 def run(pairs, mode, folder, *args, of=None, **env):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from unittest import mock
 
 import torch
@@ -96,6 +95,17 @@ def local_sgd_averages_weights_every_two_steps(run):
                 torch.distributed.all_reduce(parameter.data)
                 parameter.data.div_(2)
             trainer.optimizer.reload_model_params()
+
+
+@program("fp32", "bf16", "bf16, sharded", "ep")
+def gradient_noise_scale(run):
+    trainer = run.trainer()
+    for data in range(2):
+        for microbatches in (1, 4):
+            trainer.model.zero_grad()
+            trainer.backward(data, num_microbatches=microbatches)
+            run.note("noise scale", [float(each.main_grad.norm()) for each in trainer.parameters()])
+        trainer.update()
 
 
 @program("fp32", "bf16", "bf16, sharded", "pp")
@@ -301,41 +311,3 @@ def more_microbatches_in_a_later_step(run):
         trainer.model.zero_grad()
         trainer.backward(data, num_microbatches=count)
         trainer.update()
-
-
-@program("fp32", "bf16, sharded", "pp, vpp")
-def steps_from_a_thread(run):
-    trainer = run.trainer()
-    trainer.train(0)
-    run.in_thread(trainer.train, 1)
-    trainer.train(2)
-
-
-@program("fp32", "fp16, sharded", "bf16, sharded, overlaps")
-def one_chain_of_two_models_optimizers(run):
-    trainers = [run.trainer() for _ in range(2)]
-    kind = importlib.import_module("megatron.core.optimizer.optimizer").ChainedOptimizer
-    chain = kind([part for trainer in trainers for part in parts_of(trainer.optimizer)])
-    for data in range(3):
-        for trainer in trainers:
-            trainer.model.zero_grad()
-            trainer.backward(data)
-        run.note("gradient norm", chain.step()[:2])
-        chain.zero_grad()
-
-
-@program("fp32", "bf16, sharded", "fp16")
-def a_schedule_of_torchs_over_inner_optimizers(run):
-    trainer = run.trainer()
-    rates = [
-        torch.optim.lr_scheduler.LambdaLR(part.optimizer, lambda step: 0.5**step)
-        for part in parts_of(trainer.optimizer)
-    ]
-    for data in range(3):
-        trainer.model.zero_grad()
-        trainer.backward(data)
-        run.note("gradient norm", trainer.optimizer.step()[:2])
-        for rate in rates:
-            rate.step()
-            run.note("rates", rate.get_last_lr())
-    run.note("state", str([rate.state_dict() for rate in rates]))

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from .layouts import LAYOUTS, here
 
 PROGRAMS: dict[str, Program] = {}
-LONGEST = 40
-"""Seconds that a program may take."""
+SELDOM, LONGEST = 5, 40
+"""CI runs one in so many of the programs that run seldom; seconds that a program may take."""
 
 
 class Program(NamedTuple):
@@ -17,6 +17,7 @@ class Program(NamedTuple):
     function: Any
     layouts: tuple[str, ...]
     changed: dict[str, tuple[str, ...]]  # by patch, the kinds of values that it is meant to change
+    seldom: bool  # whether CI runs one of several such programs
 
     def kinds(self, layout):
         """Return the kinds of values that differ with megapatch in this layout, each of which has to."""
@@ -25,13 +26,13 @@ class Program(NamedTuple):
         return found - {"parameters"} if LAYOUTS[layout].options.get("overlap_param_gather") else found
 
 
-def program(*layouts, changed=None):
+def program(*layouts, changed=None, seldom=False):
     """Put the function into the table, by its name."""
 
     def add(function):
         name = function.__name__.replace("_", " ")
         assert name not in PROGRAMS, name
-        PROGRAMS[name] = Program(function, layouts, changed or {})
+        PROGRAMS[name] = Program(function, layouts, changed or {}, seldom)
         return function
 
     return add
@@ -43,9 +44,11 @@ def pairs():
 
 
 def in_ci(pairs):
-    """Return those that CI runs: each program in the layout met least so far."""
+    """Return those that CI runs: each program in the layout met least so far, and one in SELDOM of some."""
     found = {}
-    for number, program in enumerate(dict(pairs)):
+    programs = dict(pairs)
+    seldom = [name for name in programs if PROGRAMS[name].seldom]
+    for number, program in enumerate(name for name in programs if name not in seldom or name in seldom[::SELDOM]):
         layouts = [layout for name, layout in pairs if name == program]
         turn = number % len(layouts)
         found[program] = min(layouts[turn:] + layouts[:turn], key=[*found.values()].count)

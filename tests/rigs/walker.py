@@ -467,15 +467,14 @@ def open_files():
 
 
 def copies(value):
-    """Return whether something pickles and deep-copies, or the errors of that, and what of megapatch is in it."""
+    """Return whether something pickles and deep-copies, or the errors of that."""
     found = []
     for make in (pickle.dumps, copy.deepcopy):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                made = make(value)
-                ours = sorted(set(re.findall(rb"megapatch\.\w[\w.]*", made))) if make is pickle.dumps else []
-                found.append(" ".join(["yes", *map(bytes.decode, ours)]))
+                make(value)
+                found.append("yes")
             except Exception as error:
                 found.append(ADDRESS.sub("", f"{type(error).__name__}: {error}"))
     return found
