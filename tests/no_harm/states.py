@@ -117,11 +117,12 @@ def roots(run, result):
 
 
 def copied(run):
-    """Return whether optimizers, schedules and configs pickle and deep-copy, by their places."""
+    """Return whether models, optimizers, schedules and configs pickle and deep-copy, by their places."""
     found = {}
     for number, trainer in enumerate(run.trainers):
         inner = [part.optimizer for part in parts_of(trainer.optimizer)]
         for name, each in {
+            "models": trainer.models(),
             "optimizer": trainer.optimizer,
             "inner optimizers": inner,
             "schedule": trainer.schedule,

@@ -467,14 +467,15 @@ def open_files():
 
 
 def copies(value):
-    """Return whether something pickles and deep-copies, or the errors of that."""
+    """Return whether something pickles and deep-copies, or the errors of that, and what of megapatch is in it."""
     found = []
     for make in (pickle.dumps, copy.deepcopy):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                make(value)
-                found.append("yes")
+                made = make(value)
+                ours = sorted(set(re.findall(rb"megapatch\.\w[\w.]*", made))) if make is pickle.dumps else []
+                found.append(" ".join(["yes", *map(bytes.decode, ours)]))
             except Exception as error:
                 found.append(ADDRESS.sub("", f"{type(error).__name__}: {error}"))
     return found
