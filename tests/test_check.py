@@ -19,7 +19,7 @@ from megapatch import _ranks
 from megapatch._engine.record import Off
 from megapatch._reporting import check as module
 from megapatch._reporting.check import compare_files
-from megapatch._reporting.report import PatchReport, SiteReport, make_report
+from megapatch._reporting.report import PatchReport, Report, SiteReport, make_report
 from megapatch._versions import exact_version
 from megapatch.patch import ABSENT, PatchInfo, Status, Verdict
 
@@ -282,3 +282,9 @@ def test_only_if_all_are_off_that_is_why_none_is_applied():
     for sites, said in (((off,), ": switched off"), ((off, waiting), " as yet: call check() when")):
         report = PatchReport(PatchInfo("acme.x", "x", None, ("m",)), sites)
         assert module._why_none([report]).startswith(said)
+
+
+def test_sites_of_the_audit_are_not_counted_as_patches():
+    site = SiteReport("m", Status.APPLIED, "it watches", "needed", (), (), (), (), None)
+    watching = PatchReport(PatchInfo("audit.x", "x", None, ("m",)), (site,))
+    assert ": no patch applied as yet" in module._line(Report((watching,), {}))
