@@ -26,6 +26,7 @@ from rigs.megatron.options import (
     raising_half_way,
 )
 from rigs.step_state import GLOBAL, SCALED, held, new_model
+from rigs.where import chosen
 
 from megapatch import MegapatchError, apply, report, restore
 from megapatch._cli.demo import train_without
@@ -54,6 +55,7 @@ def test_without_the_patch_a_second_call_fails_three_times_over():
 
 # ------------------------------------------------------------------------------------------ the repair
 ALIGNED = {**BOTH, "align_param_gather": True}
+NIGHTLY = ("dp2 grads", "dp2 both aligned", "pp2 grads")  # parts of the others
 CASES = {  # ranks, layout, options, options of the run without overlap
     "dp2": (2, {}, {}, {}),
     "dp2 grads": (2, {}, GRADS, {}),
@@ -66,10 +68,10 @@ CASES = {  # ranks, layout, options, options of the run without overlap
 }
 
 
-def called_three_times(rank, world_size):
+def called_three_times(rank, world_size, wanted):
     """Losses and parameters of each case for so many ranks, after three calls of two steps."""
     for name, (ranks, layout, options, _) in CASES.items():
-        if ranks == world_size:
+        if ranks == world_size and name in wanted:
             rerun_mode = "validate_results" if "validated" in name else "disabled"
             yield name, partial(three_calls, layout, options, rerun_mode)
 
@@ -79,22 +81,28 @@ def three_calls(layout, options, rerun_mode):
     return [loss for _ in range(3) for loss in loop.train(2)], loop.model.parameters()
 
 
-def plain_runs(rank, world_size):
+def plain_runs(rank, world_size, wanted):
     for name, (ranks, layout, _, options) in CASES.items():
-        if ranks == world_size:
+        if ranks == world_size and name in wanted:
             yield name, partial(plain_steps, rank, world_size, layout, options, 6)
 
 
 @pytest.fixture(scope="module")
-def runs():
+def runs(request):
     """By number of ranks: what every rank found with train() called again, and in the run to compare with."""
+    wanted = chosen(request, "name")
     return {
-        ranks: (run_cells(called_three_times, ranks, audited=True), run_cells(plain_runs, ranks, env=UNPATCHED))
+        ranks: (
+            run_cells(called_three_times, ranks, wanted, audited=True),
+            run_cells(plain_runs, ranks, wanted, env=UNPATCHED),
+        )
         for ranks in (2, 4)
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in CASES]
+)
 @pytest.mark.quick
 def test_three_calls_give_the_numbers_of_a_run_without_overlap_and_without_train(runs, name):
     again, plain = runs[CASES[name][0]]
