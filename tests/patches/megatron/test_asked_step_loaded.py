@@ -13,7 +13,7 @@ from rigs.megatron.options import UNPATCHED, needs_training
 
 from megapatch._verify.check import DefectSeen
 from megapatch._verify.checks.loads import newer_recovery
-from megapatch.patches.megatron.asked_step_loaded import PATCH
+from megapatch.patches.megatron.asked_step_loaded import PATCH, find_asked_step, note_step
 
 pytestmark = needs_training
 MEGATRON = PATCH.sites[0]
@@ -53,6 +53,14 @@ def found(rank, world_size, folder, cases):
 def test_other_loads_find_what_is_there(tmp_path):
     expected = {None: 4, 0: 4, 4: 4, 2: "persistent", 6: "persistent"}
     assert run_with_megatron(found, 1, tmp_path, list(expected)) == [expected]
+
+
+def test_a_load_that_ignores_the_step_finds_what_is_there():
+    """As Megatron-Bridge's load of a base model, whose ckpt_step is that of its adapters."""
+    find = find_asked_step(lambda: 4)
+    load = note_step("settings", lambda settings, ignore_ckpt_step=False: find())
+    settings = argparse.Namespace(ckpt_step=2)
+    assert (load(settings, ignore_ckpt_step=True), load(settings), find()) == (4, -1, 4)
 
 
 def verdicts(rank, world_size):

@@ -204,6 +204,13 @@ def test_a_call_that_a_rank_makes_alone_and_that_raises_is_not_met(patched):
     assert [found["in vain"][1] for found in patched] == [2, 0]
 
 
+def test_a_global_that_somebody_has_set_since_is_not_put_back():
+    layout, state = groups_destroyed._Layout(), {"own": 1, "theirs": 2}
+    layout.globals = {"own": (0, 1), "theirs": (0, 1)}
+    layout._reset(state)
+    assert state == {"own": 0, "theirs": 2}
+
+
 def verdicts(rank, world_size):
     module = importlib.import_module("megatron.core.parallel_state")
     functions = {}

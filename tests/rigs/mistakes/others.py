@@ -61,6 +61,13 @@ def schedule_of_one_rank(model, step):
         schedule.step(1)
 
 
+@RANKS.row("weight decay on one rank only", {"ranks-agree": 1}, **FP32)
+def decay_of_one_rank(model, step):
+    for group in model.optimizer.param_groups:
+        group["weight_decay"] = 0.1 * torch.distributed.get_rank()
+    model.train_step(step)
+
+
 @RANKS.row("a rank has more microbatches", {"calls-alike": 1})
 def uneven_calls(model, step):
     model.train_step(step, num_microbatches=2 + torch.distributed.get_rank())

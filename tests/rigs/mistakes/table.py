@@ -22,6 +22,7 @@ LATER = (
     "weights are loaded on one rank only",
     "weights are loaded on one rank of tensor parallelism",
     "a schedule advances on one rank only",
+    "weight decay on one rank only",
     "a rank has more microbatches",
     "ranks read the same data",
     "forward passes without the gather",
