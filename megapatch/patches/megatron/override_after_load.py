@@ -27,7 +27,7 @@ from ..._mcore.main_params import children_of
 from ..._mcore.side_table import SideTable
 from ..._python.dotted import find, temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_reads
+from .._diagnosis import StandIn, answering_none, expect_none, running, unmet
 from ._param_groups import GROUPS, identity, parts_with_groups
 
 SCHEDULERS = "megatron.core.optimizer_param_scheduler"
@@ -47,24 +47,17 @@ OVERRIDES = SideTable()
 
 def diagnose_scheduler(module: ModuleType) -> Verdict:
     """Read the real scheduler: it prefers a group's own rate, and knows the flag."""
-    missing = [
-        *missing_reads(f"{SCHEDULERS}:{SCHEDULER}.get_lr", "max_lr", "min_lr"),
-        *missing_reads(f"{SCHEDULERS}:{SCHEDULER}._check_and_set", FLAG),
-    ]
-    return (
-        lacking(missing)
-        if missing
-        else Verdict(NEEDED, "an optimizer does not learn that its scheduler overrides")
+    expect_none(
+        *unmet.reads(f"{SCHEDULERS}:{SCHEDULER}.get_lr", "max_lr", "min_lr"),
+        *unmet.reads(f"{SCHEDULERS}:{SCHEDULER}._check_and_set", FLAG),
     )
+    return Verdict(NEEDED, "an optimizer does not learn that its scheduler overrides")
 
 
 def diagnose_optimizers(module: ModuleType) -> Verdict:
     """Load a group of another rate with the real optimizer."""
-    missing = missing_attributes(OPTIMIZER, "load_state_dict")
-    for owner in (FP32, CHAINED):
-        missing += missing_attributes(f"{OPTIMIZERS}:{owner}", "load_state_dict")
-    if missing:
-        return lacking(missing)
+    for owner in (OPTIMIZER, f"{OPTIMIZERS}:{FP32}", f"{OPTIMIZERS}:{CHAINED}"):
+        expect_none(*unmet.attributes(owner, "load_state_dict"))
     loaded: list[Any] = []
     optimizers = find(module, "optimizer")
     optimizer = object.__new__(answering_none(optimizers.FP32Optimizer))
@@ -73,16 +66,15 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
     vars(optimizer).update({"optimizer": inner})
     state = {"state": {}, GROUPS: [_group(max_lr=2.0)]}
     one_stage = StandIn(get_pipeline_model_parallel_world_size=lambda: 1)  # 0.12 asks, for nothing
-    try:
-        with temporarily_set(optimizers, parallel_state=one_stage):
-            unpatched(optimizers.FP32Optimizer.load_state_dict)(optimizer, state)
+    with running("FP32Optimizer.load_state_dict()"):
+        try:
+            with temporarily_set(optimizers, parallel_state=one_stage):
+                unpatched(optimizers.FP32Optimizer.load_state_dict)(optimizer, state)
+        except ValueError as error:
+            if "max_lr" in str(error):
+                return Verdict(NEEDED, "groups of another learning rate than the checkpoint's are not found")
+            raise
         rate = loaded[0][GROUPS][0]["max_lr"]
-    except ValueError as error:
-        if "max_lr" in str(error):
-            return Verdict(NEEDED, "groups of another learning rate than the checkpoint's are not found")
-        return cannot_run("FP32Optimizer.load_state_dict()", error)
-    except Exception as error:
-        return cannot_run("FP32Optimizer.load_state_dict()", error)
     if rate == 2:
         return Verdict(NEEDED, "an optimizer loads the learning rates that its scheduler is to override")
     if rate == 1:
