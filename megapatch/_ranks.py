@@ -1,4 +1,4 @@
-"""This process's rank, the number of ranks, and their store; ranks in words."""
+"""This process's rank, the number of ranks, and their store."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 """Variables of launchers; Slurm's last, as all ranks that mpirun starts inherit those of their batch script."""
-_MOST_RUNS = 16
-"""Of numbers: every other one of 131,072 ranks would be 468,737 characters."""
 
 
 def place() -> tuple[int, int, bool]:
@@ -31,17 +29,3 @@ def default_store() -> Any:
 
     # Private, and the only way to the store of every kind of start: torch 2.1 to 2.15.
     return distributed_c10d._get_default_store()
-
-
-def numbered(noun: str, numbers: list[int]) -> str:
-    """Return numbers in words: ``rank 3``, or ``ranks 0-2, 5``; of many runs the first, and how many more."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RUNS])
-    others = sum(last - first + 1 for first, last in runs[_MOST_RUNS:])
-    more = f" and {others} more" if others else ""
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {words}{more}"

@@ -113,6 +113,10 @@ class Verdict(NamedTuple):
     reason: str
 
 
+class NotAsExpected(Exception):
+    """Raised in a diagnosis of code that the patch does not know: the verdict is UNKNOWN, with this reason."""
+
+
 class _Immutable:
     """A plain class whose attributes are set once.
 
@@ -145,7 +149,7 @@ class Site(_Immutable):
     """
 
     module: str
-    diagnose: Callable[[ModuleType], Verdict]
+    _diagnose: Callable[[ModuleType], Verdict]
     replace: Mapping[str, Callable[[Any], Callable[..., Any]]]
     add: Mapping[str, str]
     rebuild: Callable[[ModuleType], Mapping[str, Callable[[Any], Any]]] | None
@@ -160,11 +164,18 @@ class Site(_Immutable):
     ) -> None:
         self._set(
             module=module,
-            diagnose=diagnose,
+            _diagnose=diagnose,
             replace=MappingProxyType(dict(replace or {})),
             add=MappingProxyType(dict(add or {})),
             rebuild=rebuild,
         )
+
+    def diagnose(self, module: ModuleType) -> Verdict:
+        """Return the verdict on the loaded module."""
+        try:
+            return self._diagnose(module)
+        except NotAsExpected as found:
+            return Verdict(UNKNOWN, str(found))
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -175,7 +186,7 @@ class Site(_Immutable):
         return f"<Site {self.module}: {', '.join(self.paths) or 'no targets'}>"
 
     def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy cannot be pickled
-        return Site, (self.module, self.diagnose, {**self.replace}, {**self.add}, self.rebuild)
+        return Site, (self.module, self._diagnose, {**self.replace}, {**self.add}, self.rebuild)
 
 
 class PatchInfo(_Immutable):

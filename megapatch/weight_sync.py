@@ -9,12 +9,13 @@ async with paused_generation(client):      # `with` where no event loop is runni
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from ._mcore.main_params import lent_weights
+from ._mcore.main_params import LOANS, are_lent
 from ._mcore.param_gathers import ddps_of, gather_params
 from ._pausing.blocking import Blocking, is_in_loop, without_loop
 from ._pausing.generation import EVENT, PAUSE, RESUME, is_paused, log_failed_sync, resume_once
@@ -238,3 +239,22 @@ def _warn(client: object, why: str) -> None:
             type(client).__name__,
             why,
         )
+
+
+@contextlib.contextmanager
+def lent_weights() -> Iterator[None]:
+    """Take what this thread loads inside for lent, not restored: the optimizer's main parameters stay as they are.
+
+        with lent_weights():
+            model.load_state_dict(quantized)  # the next optimizer step keeps its own full precision
+
+    With bf16 and fp16 an optimizer steps main parameters of its own, in fp32, and writes them into the model. Of
+    weights that were loaded without optimizer state the patch `megatron.main-params-after-load` cannot always tell
+    whether the step should start from them. Inside it asks nothing and says nothing. After a load that should be
+    started from call Megatron's ``optimizer.reload_model_params()`` instead.
+    """
+    before, LOANS.under_way = are_lent(), True
+    try:
+        yield
+    finally:
+        LOANS.under_way = before

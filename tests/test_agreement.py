@@ -12,9 +12,9 @@ from rigs.where import needs_megatron, needs_torch
 
 import megapatch
 from megapatch._mcore import devices
-from megapatch._ranks import numbered
 from megapatch._reporting import agreement, facts
 from megapatch._reporting.facts import difference
+from megapatch._reporting.numbers import numbered
 from megapatch._versions import exact_version
 
 DDP = "megatron.core.distributed.distributed_data_parallel"

@@ -15,6 +15,7 @@ import wrapt
 from rigs.engine import TARGET, activated, make_engine, make_patch
 
 from megapatch import RestoreError, _versions
+from megapatch._engine.restoring import matching_names
 from megapatch._python import loaded_modules
 from megapatch._python.dotted import find
 from megapatch._reporting.report import make_report
@@ -145,11 +146,11 @@ class Programs(RuleBasedStateMachine):
             assert self.everything() == before
             assert self.meddled
             return
-        if "test.own" in self.engine.roster.matching_names(*names or "*"):
+        if "test.own" in matching_names(self.engine.roster, names or "*"):
             self.is_as_it_was(*OWN)
             said = [holder.greet("you") for holder in self.holders]
             assert not any("!" in text and "?" not in text for text in said)
-        if "test.others" in self.engine.roster.matching_names(*names or "*"):
+        if "test.others" in matching_names(self.engine.roster, names or "*"):
             self.is_as_it_was("polite")
             assert vars(sys.modules[self.base].Base)["greet"] is self.base_greet
 

@@ -10,6 +10,7 @@ import pytest
 from megapatch._engine.advice import acceptance, advice, at_risk
 from megapatch._engine.complaints import complaints
 from megapatch._engine.engine import this_process
+from megapatch._engine.restoring import matching_names
 from megapatch._engine.settings import VARIABLES, Settings
 from megapatch.errors import MegapatchError
 from megapatch.patch import NEEDED, Patch, Site, Verdict
@@ -53,7 +54,7 @@ def test_a_removed_patch_stays_known(monkeypatch):
     assert off(DISABLE="megatron.gone,megatron.go*", ONLY="megatron.gone") == (NAMES, [])
     this_process().restore("megatron.gone")  # changes nothing
     with pytest.raises(MegapatchError, match=r"was removed from megapatch; megatron-core 0\.99\.0 has the repair"):
-        this_process().roster.matching_names("megatron.gone")
+        matching_names(this_process().roster, ["megatron.gone"])
     with pytest.raises(MegapatchError, match="no patch is called"):
         this_process().restore("megatron.never")
 

@@ -18,6 +18,7 @@ from rigs.engine import TARGET, make_patch, status_of
 from megapatch._engine import strict, third_party
 from megapatch._engine.engine import Engine, own_patches
 from megapatch._engine.record import Unloaded
+from megapatch._engine.restoring import matching_names
 from megapatch._engine.settings import Settings
 from megapatch._reporting.report import make_report
 from megapatch.errors import StrictError
@@ -186,7 +187,7 @@ def test_its_patches_are_switched_by_their_own_names(distribute, target, patches
 def test_until_it_is_loaded_it_may_change_numbers(distribute, target, patches):
     distribute(target, f"{patches}:LOUDER")
     engine = make_engine(own := make_patch("nowhere"))
-    assert engine.roster.matching_names("@same-numbers") == [own.name]
+    assert matching_names(engine.roster, ["@same-numbers"]) == [own.name]
 
 
 def test_an_unknown_name_is_said_once_all_are_loaded(distribute, target, patches, caplog):

@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 
 from .._printable import clean
-from .._ranks import numbered
 from .._reporting import files, terminal
+from .._reporting.numbers import numbered
 from .._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL
 from ..audit._report import KIND
 from ..audit._summary import Summary, checked, headline, summarize, texts

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._engine.engine import this_process
+from .._engine.restoring import matching_names
 from .._engine.settings import SAME_NUMBERS
 from .._printable import first_line_at_the_margin
 from .._reporting import terminal
@@ -346,7 +347,7 @@ def _named_patches(names: Sequence[str]) -> list[PatchInfo] | None:
     """
     this_process().load_all()
     try:
-        chosen = this_process().roster.matching_names(*names)
+        chosen = matching_names(this_process().roster, names)
     except MegapatchError as error:
         terminal.note(str(error))
         return None

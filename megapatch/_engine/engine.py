@@ -95,8 +95,9 @@ class Engine:
             RestoreError: when someone else has patched a target on top of megapatch; nothing is changed then.
         """
         self.load_families()  # so that restored ones stay away when their module is imported
-        chosen = self.roster.matching_names(*(set(names or "*") - _catalogue.RETIRED.keys()))
-        self._restore(self.roster.of_patches(chosen))
+        from .restoring import records_of
+
+        self._restore(records_of(self.roster, set(names or "*") - _catalogue.RETIRED.keys()))
 
     def _restore(self, chosen: Collection[Record]) -> None:
         if chosen:  # the audit takes nothing off when it starts before Megatron is imported

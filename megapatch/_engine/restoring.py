@@ -8,11 +8,43 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable
 
-from ..errors import RestoreError
+from ..errors import MegapatchError, RestoreError
 from .holders import Holder
 from .install import find_holders, uninstall
 from .record import Record
+from .roster import Roster
+from .settings import stands_for
 from .target import ReplacedTarget
+
+
+def matching_names(roster: Roster, patterns: Iterable[str]) -> list[str]:
+    """Return the names of the patches that these names, globs or selections stand for.
+
+    Raises:
+        MegapatchError: for a pattern that stands for no patch.
+    """
+    # One that is not loaded may change numbers.
+    known = {patch.name: patch.changes_numbers or not hasattr(patch, "sites") for patch in roster.known_patches}
+    chosen: set[str] = set()
+    for pattern in patterns:
+        meant = {name for name, changes in known.items() if stands_for(pattern, name, changes)}
+        if not meant:
+            from .complaints import unknown_name
+
+            raise MegapatchError(unknown_name(pattern, known))
+        chosen |= meant
+    return [name for name in known if name in chosen]
+
+
+def records_of(roster: Roster, patterns: Iterable[str]) -> list[Record]:
+    """Return the records that are about these patches only, without the lowest ones.
+
+    Raises:
+        MegapatchError: for a pattern that stands for no patch.
+    """
+    names = matching_names(roster, patterns)
+    others = [record for record in roster.records if record not in roster.lowest]
+    return [record for record in others if all(patch.name in names for patch, _ in record.rows())]
 
 
 def restore(records: Collection[Record]) -> None:

@@ -6,10 +6,9 @@ import threading
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from ..errors import MegapatchError
 from ..patch import Patch, PatchInfo, Site, Status
 from .record import Off, Record, Unloaded
-from .settings import Settings, stands_for
+from .settings import Settings
 
 if TYPE_CHECKING:
     from .site_record import SiteRecord
@@ -53,32 +52,6 @@ class Roster:
         """
         records = [record for record in self.records if record not in self.lowest]
         return tuple(dict.fromkeys(patch for record in records for patch, _ in record.rows()))
-
-    def matching_names(self, *patterns: str) -> list[str]:
-        """Return the names of the patches that these names, globs or selections stand for.
-
-        Raises:
-            MegapatchError: for a pattern that stands for no patch.
-        """
-        # One that is not loaded may change numbers.
-        known = {patch.name: patch.changes_numbers or not isinstance(patch, Patch) for patch in self.known_patches}
-        chosen: set[str] = set()
-        for pattern in patterns:
-            meant = {name for name, changes in known.items() if stands_for(pattern, name, changes)}
-            if not meant:
-                from .complaints import unknown_name
-
-                raise MegapatchError(unknown_name(pattern, known))
-            chosen |= meant
-        return [name for name in known if name in chosen]
-
-    def of_patches(self, names: Collection[str]) -> list[Record]:
-        """Return the records that are about these patches only, without the lowest ones."""
-        return [
-            record
-            for record in self.records
-            if record not in self.lowest and all(patch.name in names for patch, _ in record.rows())
-        ]
 
     def complaints(self) -> list[str]:
         """List the problems of the MEGAPATCH_* environment."""

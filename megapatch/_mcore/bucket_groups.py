@@ -83,18 +83,6 @@ def gather_in_next_forward(ddp: Any) -> None:
         ddp.enable_forward_pre_hook()
 
 
-def start_grad_reduces(ddp: Any) -> None:
-    """Start the reduces of a chunk with overlap_grad_reduce that its finish_grad_sync() would only wait for.
-
-    From 0.16 on, finish_grad_sync() itself starts a bucket group that has not learned yet when its gradients are
-    ready (`is_first_batch`). Started here as well, such a group would be reduced twice where nothing remembers the
-    first start: with several distributed optimizer instances there is no handle.
-    """
-    for group in bucket_groups(ddp):
-        if not getattr(group, "is_first_batch", False):
-            group.start_grad_sync()
-
-
 def begin_lines(ddp: Any) -> None:
     """Begin a step in the lines that megatron.parameters-without-gradients has its bucket groups stand in."""
     for line in lines_of(ddp):

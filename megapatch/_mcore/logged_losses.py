@@ -12,15 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .._python.dotted import find
-
-TRACKERS = (
-    ("megatron.core.parallel_state", "_MOE_LAYER_WISE_LOGGING_TRACKER"),  # 0.12
-    ("megatron.core.transformer.moe.moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"),  # 0.13 to 0.17
-    ("megatron.core.transformer.moe.moe_logging", "_MOE_METRICS_TRACKER"),  # after 0.17
-    ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
-    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper.tracker"),
-)
-"""Module, and attribute: a dictionary, or an object of `moe_logging`."""
+from .step_state import TRACKERS
 
 
 class OwnLosses:

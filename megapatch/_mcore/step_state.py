@@ -15,13 +15,20 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .._python.dotted import find
-from .logged_losses import TRACKERS
 from .side_table import SideTable
 
 COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "qb_beta_accum", "qb_beta_count")
 """Buffers of a router that are zero between steps: from 0.12 on, from 0.15 on (two), and two of 0.19."""
 BIASES = ("expert_bias", "qb_beta")
 """Buffers of a router that finalize_model_grads() moves from the counts."""
+TRACKERS = (
+    ("megatron.core.parallel_state", "_MOE_LAYER_WISE_LOGGING_TRACKER"),  # 0.12
+    ("megatron.core.transformer.moe.moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"),  # 0.13 to 0.17
+    ("megatron.core.transformer.moe.moe_logging", "_MOE_METRICS_TRACKER"),  # after 0.17
+    ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
+    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper.tracker"),
+)
+"""Module, and attribute: a dictionary, or an object of `moe_logging`."""
 _with_state = SideTable()
 """By chunk: its modules that have any of the above. Walking through all modules takes milliseconds.
 
@@ -39,7 +46,7 @@ def forget_counts(chunk: Any) -> None:
 
 def counts_in(chunk: Any) -> Iterator[Any]:
     """Yield the counts of a chunk's routers since they were zeroed."""
-    return _buffers(chunk, COUNTS)
+    return buffers(chunk, COUNTS)
 
 
 class StepState:
@@ -54,7 +61,7 @@ class StepState:
 
     def __init__(self, chunks: Iterable[Any], optimizer: Any = None, logged: bool = True) -> None:
         self._chunks = list(chunks)
-        self._biases = [_copy_of(list(_buffers(chunk, BIASES))) for chunk in self._chunks]
+        self._biases = [copy_of(list(buffers(chunk, BIASES))) for chunk in self._chunks]
         modules = [module for chunk in self._chunks for module in _modules(chunk)]
         places = [place for path in (TRACKERS if logged else ()) for place in _found(*path)]
         self._attributes = [_attribute(*place) for place in places]
@@ -68,22 +75,11 @@ class StepState:
         """Put everything back in place, and zero the counts. Runs no collective and waits for nothing."""
         for chunk, biases in zip(self._chunks, self._biases, strict=True):
             forget_counts(chunk)
-            _copy_into(list(_buffers(chunk, BIASES)), biases)
+            copy_into(list(buffers(chunk, BIASES)), biases)
         for put_back in (*self._attributes, *self._contents):
             put_back()
         for name in running_timers(self._timers) - self._running if self._timers else ():
             self._timers._timers[name].stop()
-
-
-def counts_of(chunks: Iterable[Any]) -> Callable[[], None]:
-    """Return a function that puts the counts of these chunks back as they are now."""
-    copies = [(chunk, _copy_of(list(_buffers(chunk, COUNTS)))) for chunk in chunks]
-
-    def put_back() -> None:
-        for chunk, copy in copies:
-            _copy_into(list(_buffers(chunk, COUNTS)), copy)
-
-    return put_back
 
 
 def running_timers(timers: Any) -> set[str]:
@@ -106,21 +102,21 @@ def _modules(chunk: Any) -> list[Any]:
     return [module for reference in found if (module := reference()) is not None]
 
 
-def _buffers(chunk: Any, names: Iterable[str]) -> Iterator[Any]:
+def buffers(chunk: Any, names: Iterable[str]) -> Iterator[Any]:
     for module in _modules(chunk):
         for name in names:
             if (buffer := module._buffers.get(name)) is not None:
                 yield buffer
 
 
-def _copy_of(tensors: list[Any]) -> Any:
+def copy_of(tensors: list[Any]) -> Any:
     """Copy small tensors into one, in a single operation on the device."""
     import torch
 
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else None
 
 
-def _copy_into(tensors: list[Any], copy: Any) -> None:
+def copy_into(tensors: list[Any], copy: Any) -> None:
     import torch
 
     if tensors:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _versions
 from .._mcore.devices import device_of
-from .._ranks import default_store, numbered
+from .._ranks import default_store
 from .._version import see
 from ..errors import InconsistentError, MisuseError
 from ..patches import PATCHES
 from .facts import LOOK, Facts, difference, look
 from .meetings import LATE, meet, name_of
+from .numbers import numbered
 
 if TYPE_CHECKING:
     import torch

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
 from .._engine.settings import REPORT
-from .._ranks import numbered, place
+from .._ranks import place
 from .._versions import exact_version
 from ..errors import InconsistentError
 from ..patch import Status
 from . import files, terminal
 from .facts import Facts, differences, look
+from .numbers import numbered
 from .report import PatchReport, Report, make_report
 
 _KIND = "rank"

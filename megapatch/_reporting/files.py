@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from .._printable import cut
-from .._ranks import numbered
+from .numbers import numbered
 from .terminal import as_json
 
 _MOST_RANKS = 2**20

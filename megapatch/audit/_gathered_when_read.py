@@ -23,7 +23,7 @@ from .._mcore.changes import Changes
 from .._mcore.sharded_leaves import leaves
 from ..patch import ABSENT, NEEDED, UNKNOWN, Patch, PatchInfo, Site, Verdict
 from ..patches._catalogue import CATALOGUE, of_name
-from ..patches._readers import Reader, reading_sites
+from ..patches._readers import Reader, ReadingSite
 from ._audit import Audit, Part, Step
 from ._chunks import states_in
 from ._findings import describe, observes
@@ -80,7 +80,8 @@ class GatheredWhenRead(Part):
                 diagnose=functools.partial(_diagnose_known, found.diagnose),
                 replace={reader.path: functools.partial(self.watch_reader, reader) for reader in found.readers},
             )
-            for found in reading_sites([of_name(name)])
+            for found in of_name(name).sites
+            if isinstance(found, ReadingSite)
         )
         return [self.patch(tuple(sites))]
 

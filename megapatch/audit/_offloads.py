@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from .._mcore.main_params import has_memory, pairs
+from .._mcore.main_param_pairs import pairs
+from .._mcore.main_params import has_memory
 from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step

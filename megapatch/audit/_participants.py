@@ -20,8 +20,9 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from .._ranks import default_store, numbered
+from .._ranks import default_store
 from .._reporting.meetings import meet, name_of
+from .._reporting.numbers import numbered
 from .._version import see
 
 log = logging.getLogger("megapatch")

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .._mcore.side_table import SideTable
-from .._ranks import numbered
+from .._reporting.numbers import numbered
 from .._version import see
 from ..errors import AuditError
 from ..patch import Site

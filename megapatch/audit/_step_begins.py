@@ -25,7 +25,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .._mcore.bucket_groups import chunks_of
-from .._mcore.main_params import has_memory, pairs
+from .._mcore.main_param_pairs import pairs
+from .._mcore.main_params import has_memory
 from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Part, Step

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._engine.settings import ACCEPT
-from .._ranks import numbered
 from .._reporting import files
+from .._reporting.numbers import numbered
 from .._reporting.terminal import SCHEMA, counted, document, wrapped
 from ._findings import steps
 

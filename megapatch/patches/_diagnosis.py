@@ -1,12 +1,13 @@
 """Helpers of diagnoses, which look at the real code without running all of it.
 
-A path is ``"module:Class.function"``; its module is one that the target has loaded. Functions named missing_...
-return the expectations that were not met, in words; `lacking` makes a verdict of them.
+A path is ``"module:Class.function"``; its module is one that the target has loaded. A diagnosis lists what is
+`unmet`, and `expect_none` refuses code with any of it.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import inspect
@@ -17,7 +18,7 @@ from typing import Any
 
 from .._python.dotted import find
 from .._python.layers import innermost
-from ..patch import ABSENT, FIXED, NEEDED, UNKNOWN, Verdict, unpatched
+from ..patch import ABSENT, FIXED, NEEDED, UNKNOWN, NotAsExpected, Verdict, unpatched
 
 ASSERTIONS = (AssertionError, RuntimeError, ValueError)
 """The error of an assertion, and those that a fork may raise in its place."""
@@ -80,9 +81,24 @@ def with_globals(function: Any, **stand_ins: Any) -> FunctionType:
     return copy
 
 
-def lacking(missing: list[str]) -> Verdict:
-    """Return the verdict on code that lacks something the patch relies on."""
-    return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
+def expect_none(*missing: str) -> None:
+    """Refuse code that lacks something the patch relies on."""
+    if missing:
+        raise NotAsExpected(f"expected but not found: {', '.join(missing)}")
+
+
+@contextlib.contextmanager
+def running(what: str) -> Iterator[None]:
+    """Refuse code that raises when a diagnosis runs it here."""
+    try:
+        yield
+    except Exception as error:
+        found = NotAsExpected(f"expected {what} to run on a stand-in; it raises {type(error).__name__}: {error}")
+        if not __debug__:
+            found = NotAsExpected(
+                f"expected {what} to run on a stand-in with assertions; python -O turns them off"
+            )
+        raise found from error
 
 
 _READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM"}
@@ -94,7 +110,9 @@ Lacking = Callable[[ModuleType], str]
 def gone(name: str, module: ModuleType, lacking_there: Lacking | None = None) -> Verdict:
     """Return the verdict on a name that is not there: ABSENT only if this release is known to lack it."""
     why = lacking_there(module) if lacking_there else ""
-    return Verdict(ABSENT, f"this version has no {name}: {why}") if why else lacking([f"{module.__name__}:{name}"])
+    if not why:
+        expect_none(f"{module.__name__}:{name}")
+    return Verdict(ABSENT, f"this version has no {name}: {why}")
 
 
 def before_release(distribution: str, release: str) -> Lacking:
@@ -121,61 +139,56 @@ def _came_with(distribution: str, release: str, module: ModuleType) -> str:
     return f"it came with {distribution} {release}" if older else ""
 
 
-def judged_by_name(name: str, paths: tuple[str, ...], missing: list[str], *, fixed: str, needed: str) -> Verdict:
-    """Return FIXED if one of the functions mentions `name`, by which upstream repairs it; otherwise NEEDED.
-
-    missing: names that the patch relies on and did not find. If there are any, the verdict is UNKNOWN.
-    """
-    if any(not missing_names(path, name) for path in paths):
-        return Verdict(FIXED, fixed)
-    return lacking(missing) if missing else Verdict(NEEDED, needed)
-
-
-def cannot_run(what: str, error: Exception) -> Verdict:
-    """Return the verdict on code that raises when a diagnosis runs it."""
-    if not __debug__:
-        return Verdict(UNKNOWN, f"expected {what} to run on a stand-in with assertions; python -O turns them off")
-    return Verdict(UNKNOWN, f"expected {what} to run on a stand-in; it raises {type(error).__name__}: {error}")
-
-
 def most_urgent(*found: Verdict) -> Verdict:
     """Return the verdict that most needs attention, of parts of one site."""
     return min(found, key=lambda verdict: (UNKNOWN, NEEDED, FIXED).index(verdict.kind))
 
 
-def missing_names(path: str, *names: str) -> list[str]:
-    """Return the names that the function's own code mentions neither as variable or attribute nor in a text."""
-    function = resolve(path)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return [path]
-    documentation = getattr(function, "__doc__", None)  # it may tell of what is no longer there
-    texts = [text for text in code.co_consts if isinstance(text, str) and text != documentation]
-    mentioned = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
-    return [
-        f"{_in_words(name)} in {path}"
-        for name in names
-        if name not in mentioned and not any(name in text for text in texts)
-    ]
+class unmet:
+    """Each function returns the expectations of upstream's code that it does not meet, in words."""
+
+    @staticmethod
+    def names(path: str, *names: str) -> list[str]:
+        """Return the names that the function's own code has neither as variable or attribute nor in a text."""
+        function = resolve(path)
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return [path]
+        documentation = getattr(function, "__doc__", None)  # it may tell of what is no longer there
+        texts = [text for text in code.co_consts if isinstance(text, str) and text != documentation]
+        mentioned = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
+        return [
+            f"{_in_words(name)} in {path}"
+            for name in names
+            if name not in mentioned and not any(name in text for text in texts)
+        ]
+
+    @staticmethod
+    def parameters(path: str, *names: str) -> list[str]:
+        """Return the parameters that the function does not take."""
+        function = resolve(path)
+        if not inspect.isfunction(function):
+            return [path]
+        parameters = inspect.signature(function).parameters
+        return [f"parameter {name} of {path}" for name in names if name not in parameters]
+
+    @staticmethod
+    def attributes(path: str, *names: str) -> list[str]:
+        """Return the attributes that the object (``"module:"`` for a module) does not have."""
+        found = resolve(path)
+        return [f"{path.rstrip(':')}.{name}" for name in names if not hasattr(found, name)]
+
+    @staticmethod
+    def reads(path: str, *names: str) -> list[str]:
+        """Return the names that the function's code reads neither by `reads_in_order` nor by getattr()."""
+        function = resolve(path)
+        texts = (text for code in codes_of(function) for text in code.co_consts)
+        found = {*reads_in_order(function, *names), *texts}
+        return [f"{name} in {path}" for name in names if name not in found]
 
 
 def _in_words(name: str) -> str:
     return name if name.isidentifier() else f'the text "{name}"'
-
-
-def missing_parameters(path: str, *names: str) -> list[str]:
-    """Return the parameters that the function does not take."""
-    function = resolve(path)
-    if not inspect.isfunction(function):
-        return [path]
-    parameters = inspect.signature(function).parameters
-    return [f"parameter {name} of {path}" for name in names if name not in parameters]
-
-
-def missing_attributes(path: str, *names: str) -> list[str]:
-    """Return the attributes that the object (``"module:"`` for a module) does not have."""
-    found = resolve(path)
-    return [f"{path.rstrip(':')}.{name}" for name in names if not hasattr(found, name)]
 
 
 def reads_in_order(function: Any, *names: str) -> list[str]:
@@ -192,13 +205,6 @@ def in_finally(function: Any, *names: str, branches: int = 1) -> bool:
     Its code has a `finally` twice: for the way with an exception, and for the way without.
     """
     return len(reads_in_order(function, *names)) > branches
-
-
-def missing_reads(path: str, *names: str) -> list[str]:
-    """Return those of the names that the function's code reads neither by `reads_in_order` nor by getattr()."""
-    function = resolve(path)
-    found = {*reads_in_order(function, *names), *(text for code in codes_of(function) for text in code.co_consts)}
-    return [f"{name} in {path}" for name in names if name not in found]
 
 
 def codes_of(function: Any) -> Iterator[CodeType]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..patch import Verdict
-from ._diagnosis import judged_by_name
+from ..patch import FIXED, NEEDED, Verdict
+from ._diagnosis import expect_none, unmet
 
 HOOK = "grad_scale_func"
 """Of a model's config: what the schedules call with the loss, and with the losses that a model adds by itself."""
@@ -20,7 +20,10 @@ def diagnose_loss_scale(setting: str, missing: list[str], needed: str) -> Verdic
         needed: the defect, in words.
     """
     owner = setting.partition(":")[2].rpartition(".")[0]
-    return judged_by_name(HOOK, (setting,), missing, fixed=f"{owner} sets {HOOK}", needed=needed)
+    if not unmet.names(setting, HOOK):
+        return Verdict(FIXED, f"{owner} sets {HOOK}")
+    expect_none(*missing)
+    return Verdict(NEEDED, needed)
 
 
 def pass_on_loss_scale(config: Any, optimizer: Any) -> None:

@@ -8,8 +8,8 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from ..patch import Verdict
-from ._diagnosis import judged_by_name
+from ..patch import FIXED, NEEDED, Verdict
+from ._diagnosis import expect_none, unmet
 
 STAGE = "get_pipeline_model_parallel_rank"
 """Name of megatron.core.parallel_state's function: code that reads it makes the seed depend on the stage."""
@@ -18,13 +18,10 @@ _OFFSET = 100  # for each stage, as in megatron.training.initialize._set_random_
 
 def diagnose_seed(seeding: tuple[str, ...], missing: list[str]) -> Verdict:
     """Return the verdict on the functions that choose a seed; `missing` lists unmet needs of the patch."""
-    return judged_by_name(
-        STAGE,
-        seeding,
-        missing,
-        fixed="the seed depends on the pipeline stage",
-        needed="all pipeline stages have the same seed",
-    )
+    if not all(unmet.names(path, STAGE) for path in seeding):
+        return Verdict(FIXED, "the seed depends on the pipeline stage")
+    expect_none(*missing)
+    return Verdict(NEEDED, "all pipeline stages have the same seed")
 
 
 def seed_offset() -> int:

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from .._mcore.known import arguments_of
 from .._mcore.param_gathers import ddps_in, gather_params
 from .._python.dotted import find
-from ..patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from ._diagnosis import (
-    Lacking,
-    codes_of,
-    gone,
-    lacking,
-    missing_parameters,
-    missing_reads,
-    reads_in_order,
-    resolve,
-)
+from ..patch import FIXED, NEEDED, UNKNOWN, Site, Verdict
+from ._diagnosis import Lacking, codes_of, expect_none, gone, reads_in_order, resolve, unmet
 
 GATHERS = ("start_param_sync", "finish_param_sync", "disable_forward_pre_hook", "gathered_parameters")
 """Names of which a reader that gathers uses one."""
@@ -56,9 +47,7 @@ class Reader(NamedTuple):
         if function is None:
             return gone(f"{self.path}()", module, self.optional)
         path, name = f"{module.__name__}:{self.path}", self.path.rpartition(".")[2]
-        missing = [*self._missing_model(path), *missing_reads(path, *self.reads)]
-        if missing:
-            return lacking(missing)
+        expect_none(*self._missing_model(path), *unmet.reads(path, *self.reads))
         if reads_in_order(function, *GATHERS):
             return Verdict(FIXED, f"{name}() gathers the parameters that it reads")
         return Verdict(NEEDED, f"with overlap_param_gather {name}() reads parameters that are not gathered")
@@ -66,7 +55,7 @@ class Reader(NamedTuple):
     def _missing_model(self, path: str) -> list[str]:
         parameter, _, attribute = self.model.partition(".")
         if parameter != "self":
-            return missing_parameters(path, parameter) or (missing_reads(path, attribute) if attribute else [])
+            return unmet.parameters(path, parameter) or (unmet.reads(path, attribute) if attribute else [])
         owner = path.rpartition(".")[0]
         known = not attribute or _owns(resolve(owner), attribute)
         return [] if known else [f"attribute {attribute} of {owner}"]
@@ -123,11 +112,6 @@ class ReadingSite(Site):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReadingSite, (self.module, *self.readers)
-
-
-def reading_sites(patches: Iterable[Patch]) -> list[ReadingSite]:
-    """Return the sites of all readers of some patches, which the audit watches."""
-    return [site for patch in patches for site in patch.sites if isinstance(site, ReadingSite)]
 
 
 def _diagnose_all(readers: tuple[Reader, ...], module: ModuleType) -> Verdict:

@@ -14,8 +14,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .._ranks import numbered
 from .._reporting.facts import Facts, difference
+from .._reporting.numbers import numbered
 from ..errors import InconsistentError, MegapatchError
 
 __all__ = ["assert_consistent", "compose_into_init", "runtime_env"]

@@ -134,7 +134,7 @@ def _require_that_calls_add_up(worker: Any) -> None:
         kind = getattr(sys.modules.get(module), several_calls.WORKER, None)
         if kind is None or not isinstance(worker, kind):
             continue
-        verdict = several_calls.diagnose(sys.modules[module])
+        verdict = several_calls.PATCH.sites[0].diagnose(sys.modules[module])
         if MARK not in vars(kind.forward_backward) and verdict.kind is not FIXED:
             raise MisuseError(
                 f"{verdict.reason}: each prompt group needs a call of its own. Apply "

@@ -13,7 +13,7 @@ they are scaled.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .._mcore.bucket_groups import (
@@ -22,11 +22,10 @@ from .._mcore.bucket_groups import (
     forget_interrupted_first_step,
     forget_partly_seen_first_step,
     settle_grad_reduces,
-    start_grad_reduces,
 )
 from .._mcore.logged_losses import OwnLosses
 from .._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
-from .._mcore.step_state import StepState, counts_of, forget_counts
+from .._mcore.step_state import COUNTS, StepState, buffers, copy_into, copy_of, forget_counts
 from .._python.dotted import temporarily_set
 from ..errors import MisuseError
 from ._normalization import LossScaling, Normalization, check_normalizer
@@ -87,7 +86,7 @@ class MegatronStep:
     def set_aside(self) -> None:
         if self.is_last:  # finalize has moved a router's bias, which a step in between would move further
             raise MisuseError("set_aside(): the last call of this step was made; call finish() or abort()")
-        self.put_counts_back = counts_of(self.chunks)
+        self.put_counts_back = _counts_of(self.chunks)
 
     def take_up(self) -> None:
         """Have bucket groups forget the reduce of the step in between; zero_grad_buffer() would zero gradients."""
@@ -192,7 +191,7 @@ class MegatronStep:
             self._divide()
             for chunk in self.chunks:
                 if chunk.ddp_config.overlap_grad_reduce:
-                    start_grad_reduces(chunk)
+                    _start_grad_reduces(chunk)
             self._finalize(self.config.finalize_model_grads_func)
         if self.normalizer is None:
             self.normalizer = float(self.num_tokens)  # finalize has summed it over all ranks
@@ -281,3 +280,26 @@ def _is_freed(chunk: Any) -> bool:
     """Return whether some of the chunk's gradients have no memory. Writing there would crash the process."""
     buffers = [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return any(data.numel() and not data.untyped_storage().size() for data in buffers)
+
+
+def _start_grad_reduces(ddp: Any) -> None:
+    """Start the reduces of a chunk with overlap_grad_reduce that its finish_grad_sync() would only wait for.
+
+    From 0.16 on, finish_grad_sync() itself starts a bucket group that has not learned yet when its gradients are
+    ready (`is_first_batch`). Started here as well, such a group would be reduced twice where nothing remembers the
+    first start: with several distributed optimizer instances there is no handle.
+    """
+    for group in bucket_groups(ddp):
+        if not getattr(group, "is_first_batch", False):
+            group.start_grad_sync()
+
+
+def _counts_of(chunks: Iterable[Any]) -> Callable[[], None]:
+    """Return a function that puts the counts of these chunks back as they are now."""
+    copies = [(chunk, copy_of(list(buffers(chunk, COUNTS)))) for chunk in chunks]
+
+    def put_back() -> None:
+        for chunk, copy in copies:
+            copy_into(list(buffers(chunk, COUNTS)), copy)
+
+    return put_back

@@ -18,9 +18,9 @@ from megapatch._cli.doctor.issue import markdown
 from megapatch._cli.doctor.origins import Package
 from megapatch._engine.advice import ISSUE_TRACKER
 from megapatch._reporting.report import PatchReport, Report, SiteReport, make_report
-from megapatch.patch import PatchInfo, Status
+from megapatch.patch import NotAsExpected, PatchInfo, Status
 from megapatch.patches import PATCHES
-from megapatch.patches._diagnosis import cannot_run
+from megapatch.patches._diagnosis import running
 from megapatch.reach._run.site import sitecustomize
 
 # A stand-in for Megatron where only the command line is under test.
@@ -30,6 +30,13 @@ class DistributedDataParallel:
     def enable_forward_pre_hook(self): pass
     def __init__(self): pass
 """
+
+
+def reason_of(error):
+    """Return the reason of a diagnosis whose code raises."""
+    with pytest.raises(NotAsExpected) as refused, running("f()"):
+        raise error
+    return str(refused.value)
 
 
 def family(name):
@@ -225,8 +232,8 @@ def test_a_report_has_nothing_that_is_not_known_to_be_fine(secret, monkeypatch):
             (Status.FAILED, f"ValueError: {secret}"),
             (Status.FAILED, f"TimeoutExpired: {secret}"),
             (Status.PENDING, f"cannot be imported: Odd: {secret}"),
-            (Status.REFUSED, cannot_run("f()", TimeoutExpired(secret, 1)).reason),
-            (Status.REFUSED, cannot_run("f()", KeyError(secret)).reason),
+            (Status.REFUSED, reason_of(TimeoutExpired(secret, 1))),
+            (Status.REFUSED, reason_of(KeyError(secret))),
         )
     ]
     patches = tuple(
@@ -274,11 +281,10 @@ def test_a_report_has_the_words_of_settings_that_megapatch_knows(monkeypatch):
 
 
 def test_every_reason_that_ends_with_an_exception_is_worded_alike():
-    """`cannot_run` has the words by which a report leaves the message out."""
+    """`running` has the words by which a report leaves the message out."""
     folder = Path(examination.__file__).parents[2] / "patches"
-    worded = [
-        path.name for path in folder.rglob("*.py") if re.search(r"Verdict\(.*\{(type\()?error", path.read_text())
-    ]
+    ends = re.compile(r"(Verdict|NotAsExpected)\(.*\{(type\()?error")
+    worded = [path.name for path in folder.rglob("*.py") if ends.search(path.read_text())]
     assert worded == ["_diagnosis.py"]
 
 

@@ -5,9 +5,10 @@ import sys
 from types import ModuleType
 
 import pytest
+from rigs.diagnosed_sources import verdict_of
 
 from megapatch.patches._diagnosis import before_release
-from megapatch.patches._readers import Reader, ReadingSite, reading_sites
+from megapatch.patches._readers import Reader, ReadingSite
 from megapatch.patches.verl.gathered_when_read import PATCH as OF_VERL
 
 
@@ -78,13 +79,13 @@ EXPORT = Reader("export", "models", stream=True)
     ],
 )
 def test_exporters(made, found, kind, words):
-    verdict = EXPORT.diagnose(made(export=found))
+    verdict = verdict_of(EXPORT.diagnose, made(export=found))
     assert verdict.kind.value == kind
     assert words in verdict.reason
 
 
 def test_a_gather_behind_a_decorator_that_says_nothing_of_itself(made):
-    verdict = Reader("export", "args").diagnose(made(export=hidden_export))
+    verdict = verdict_of(Reader("export", "args").diagnose, made(export=hidden_export))
     assert verdict.kind.value == "fixed"
 
 
@@ -130,7 +131,7 @@ class SavesAnother(Engine):
     ],
 )
 def test_methods(made, engine, kind, words):
-    verdict = Reader("Engine.save", "self.model", reads=("sharded",)).diagnose(made(Engine=engine))
+    verdict = verdict_of(Reader("Engine.save", "self.model", reads=("sharded",)).diagnose, made(Engine=engine))
     assert verdict.kind.value == kind
     assert words in verdict.reason
 
@@ -145,8 +146,8 @@ def test_of_several_readers_the_one_that_needs_most_decides(made):
 
 
 def test_a_site_of_readers_can_be_pickled_and_shows_them():
-    assert reading_sites([OF_VERL]) == [*OF_VERL.sites]
-    assert [len(site.readers) for site in reading_sites([OF_VERL])] == [1, 1, 1]
+    assert all(isinstance(site, ReadingSite) for site in OF_VERL.sites)
+    assert [len(site.readers) for site in OF_VERL.sites] == [1, 1, 1]
     assert len(pickle.loads(pickle.dumps(OF_VERL)).sites) == 3
     copy = pickle.loads(pickle.dumps(ReadingSite("made_up", EXPORT)))
     assert (copy.module, copy.readers, [*copy.replace]) == ("made_up", (EXPORT,), ["export"])
@@ -169,7 +170,7 @@ def test_a_name_that_is_gone_is_absent_only_in_releases_that_never_had_it(tmp_pa
     (tmp_path / "framework" / "__init__.py").write_text(stated)
     monkeypatch.syspath_prepend(tmp_path)
     reader = Reader("export", "models", optional=before_release("framework", "0.9"))
-    verdict = reader.diagnose(ModuleType("framework.engine"))
+    verdict = verdict_of(reader.diagnose, ModuleType("framework.engine"))
     assert verdict.kind.value == kind
     assert ("it came with framework 0.9" in verdict.reason) is (kind == "absent")
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from megapatch._python.dotted import find
-from megapatch.patches._diagnosis import StandIn, in_finally, missing_names, real_imports_but, resolve
+from megapatch.patches._diagnosis import StandIn, in_finally, real_imports_but, resolve, unmet
 from megapatch.patches.nemo_rl._workers import takes
 
 
@@ -19,8 +19,8 @@ def asserts(model):
 
 def test_a_name_in_a_docstring_is_not_in_the_code():
     path = f"{__name__}:gathers"
-    assert missing_names(path, "start_param_sync", "gather") == [f"gather in {path}"]
-    assert missing_names(f"{__name__}:asserts", "gather") == []  # in a text of the code
+    assert unmet.names(path, "start_param_sync", "gather") == [f"gather in {path}"]
+    assert unmet.names(f"{__name__}:asserts", "gather") == []  # in a text of the code
 
 
 def test_upstreams_own_package_is_not_imported_while_a_diagnosis_runs_its_code():
@@ -87,12 +87,20 @@ def test_a_dotted_path_that_ends_early_is_none():
     assert resolve("a_module.that_is_gone:syncs") is None
 
 
+REFUSAL = """
+from megapatch.patches._diagnosis import NotAsExpected, running
+
+try:
+    with running("code"):
+        raise ValueError("no")
+except NotAsExpected as refusal:
+    print(refusal)
+"""
+
+
 def test_without_assertions_the_reason_blames_no_release():
-    code = (
-        "from megapatch.patches._diagnosis import cannot_run; print(cannot_run('code', ValueError('no')).reason)"
-    )
     plain, optimized = (
-        subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True).stdout
+        subprocess.run([sys.executable, *flags, "-c", REFUSAL], capture_output=True, text=True, check=True).stdout
         for flags in ((), ("-O",))
     )
     assert "ValueError: no" in plain and "assertions" not in plain

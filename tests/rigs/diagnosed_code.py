@@ -3,7 +3,7 @@
 import contextlib
 from unittest import mock
 
-from rigs.diagnosed_sources import words
+from rigs.diagnosed_sources import verdict_of, words
 from rigs.imported import run_with_megatron
 
 GONE = object()
@@ -20,14 +20,14 @@ def verdicts_of(diagnose, module, changes):
 
     changes   by case, (holder, name, value), or a list of these, which are made together; GONE is a value
     """
-    found = {"as it is": words(diagnose(module))}
+    found = {"as it is": words(verdict_of(diagnose, module))}
     for case, change in changes.items():
         with contextlib.ExitStack() as stack:
             for holder, name, value in change if isinstance(change, list) else [change]:
                 stack.enter_context(mock.patch.object(holder, name, value))
                 if value is GONE:
                     delattr(holder, name)
-            found[case] = words(diagnose(module))
+            found[case] = words(verdict_of(diagnose, module))
     return found
 
 

@@ -4,8 +4,15 @@ import importlib
 
 import pytest
 
+from megapatch import Site
+
 NOTHING = "there = 'nothing'"
 """The source of a module without any of the names that a diagnosis looks for."""
+
+
+def verdict_of(diagnose, module):
+    """Return the verdict of a site with this diagnosis: one that refuses may raise."""
+    return Site(module.__name__, diagnose).diagnose(module)
 
 
 def words(verdict):
@@ -35,5 +42,5 @@ def each_source(table):
 def assert_verdict_of_source(source_case, modules):
     """Write the source, import it, and compare what the diagnosis says of it with what the row expects."""
     diagnose, source, kind, text = source_case
-    verdict = diagnose(importlib.import_module(modules.write(source)))
+    verdict = verdict_of(diagnose, importlib.import_module(modules.write(source)))
     assert_verdicts({"source": words(verdict)}, {"source": (kind, text)})

@@ -87,8 +87,16 @@ def _made_of(name):
             if isinstance(node, ast.ImportFrom) and node.level:
                 package = resolve_name("." * node.level + (node.module or ""), sys.modules[name].__package__)
                 imported = [package, *(f"{package}.{alias.name}" for alias in node.names)]
-                queue += [each for each in imported if each.startswith(BESIDE) and each in sys.modules]
+                queue += [each for each in imported if each.startswith(BESIDE) and _is_module(each)]
     return found
+
+
+def _is_module(name):
+    """Return whether this is a module of ours, loaded or to be loaded, but for those that need Bridge."""
+    if not name.endswith("_of_bridge"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    return name in sys.modules
 
 
 @cache

@@ -43,13 +43,13 @@ def layouts_in_turn(layout: Layout = DP) -> None:
 
 def gradients_of_fsdp2(layout: Layout = DP) -> None:
     """Finish gradients of TorchFullyShardedDataParallel as finalize_model_grads() does."""
-    from ...patches._diagnosis import missing_names
+    from ...patches._diagnosis import unmet
     from ...patches.megatron import torch_fsdp2_finalize
 
     package = import_module("megatron.core.distributed")
     fsdp2 = object.__new__(package.TorchFullyShardedDataParallel)
     with the_defect(TypeError, says="force_all_reduce"):
-        if missing_names(torch_fsdp2_finalize.FINALIZE, torch_fsdp2_finalize.KEYWORD):
+        if unmet.names(torch_fsdp2_finalize.FINALIZE, torch_fsdp2_finalize.KEYWORD):
             fsdp2.finish_grad_sync()
         else:
             fsdp2.finish_grad_sync(force_all_reduce=False)

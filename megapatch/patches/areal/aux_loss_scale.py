@@ -24,7 +24,7 @@ from typing import Any
 
 from ..._python.dotted import temporarily_set
 from ...patch import Patch, Site, Verdict
-from .._diagnosis import missing_attributes, missing_names
+from .._diagnosis import unmet
 from .._loss_scale import HOOK, diagnose_loss_scale
 
 MODULE = "areal.engine.megatron_engine"
@@ -35,10 +35,10 @@ def diagnose(module: ModuleType) -> Verdict:
     """Read the real methods: running them takes a model."""
     path = f"{module.__name__}:{ENGINE}"
     missing = [
-        *missing_names(f"{path}.initialize", "finalize_model_grads_func"),
-        *missing_names(f"{path}.train_batch", "optimizer", "get_loss_scale", "forward_backward_batch"),
-        *missing_names(f"{path}.__init__", "dtype", "model"),
-        *missing_attributes(f"{module.__name__}:", "get_model_config"),
+        *unmet.names(f"{path}.initialize", "finalize_model_grads_func"),
+        *unmet.names(f"{path}.train_batch", "optimizer", "get_loss_scale", "forward_backward_batch"),
+        *unmet.names(f"{path}.__init__", "dtype", "model"),
+        *unmet.attributes(f"{module.__name__}:", "get_model_config"),
     ]
     needed = "with fp16 only AReaL's own loss is scaled, not those that a model adds"
     return diagnose_loss_scale(f"{path}.initialize", missing, needed)

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_parameters, missing_reads, reads_in_order, resolve
+from .._diagnosis import expect_none, reads_in_order, resolve, unmet
 
 MODULE = "areal.engine.megatron_engine"
 ENGINE = "MegatronEngine"
@@ -30,12 +30,10 @@ RUN = "forward_backward_batch"
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real method: running it takes a model."""
     path = f"{module.__name__}:{ENGINE}"
-    missing = [
-        *missing_parameters(f"{path}.{RUN}", "process_output_fn"),
-        *missing_reads(f"{path}.eval_batch", RUN, "detach"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.parameters(f"{path}.{RUN}", "process_output_fn"),
+        *unmet.reads(f"{path}.eval_batch", RUN, "detach"),
+    )
     if reads_in_order(resolve(f"{path}.eval_batch"), "clone"):
         return Verdict(FIXED, "eval_batch() keeps copies of losses")
     return Verdict(NEEDED, "eval_batch() returns losses that Megatron has divided by the number of microbatches")

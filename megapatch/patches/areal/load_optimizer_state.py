@@ -27,15 +27,7 @@ from typing import Any
 
 from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import (
-    StandIn,
-    cannot_run,
-    lacking,
-    missing_parameters,
-    missing_reads,
-    torch_stand_in,
-    with_globals,
-)
+from .._diagnosis import StandIn, expect_none, running, torch_stand_in, unmet, with_globals
 
 MODULE = "areal.engine.megatron_utils.checkpointer"
 MANAGER = "MegatronCheckpointManager"
@@ -83,18 +75,14 @@ def asking_for_all(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 def diagnose(module: ModuleType) -> Verdict:
     """Load with the real methods, up to where the checkpoint is read; the optimizer notes its arguments."""
     manager = f"{module.__name__}:{MANAGER}"
-    missing = [
-        *missing_parameters(f"{manager}.{GENERATE}", "with_optimizer"),
-        *missing_parameters(f"{manager}.{LOAD}", "local_path", "with_optimizer"),
-        *missing_reads(f"{manager}.{GENERATE}", "optimizer", STATE),
-        *missing_reads(f"{manager}.{LOAD}", GENERATE, "load_dist_checkpointing"),
-    ]
-    if missing:
-        return lacking(missing)
-    try:
+    expect_none(
+        *unmet.parameters(f"{manager}.{GENERATE}", "with_optimizer"),
+        *unmet.parameters(f"{manager}.{LOAD}", "local_path", "with_optimizer"),
+        *unmet.reads(f"{manager}.{GENERATE}", "optimizer", STATE),
+        *unmet.reads(f"{manager}.{LOAD}", GENERATE, "load_dist_checkpointing"),
+    )
+    with running(f"{LOAD}()"):
         asked = _asked_by(vars(module)[MANAGER])
-    except Exception as error:
-        return cannot_run(f"{LOAD}()", error)
     if len(asked) != 1:
         return Verdict(
             UNKNOWN, f"expected a load to ask the optimizer for its state once; it does {len(asked)} times"

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import Patch, Site, Verdict
-from .._diagnosis import missing_attributes, missing_names
+from .._diagnosis import unmet
 from .._pipeline_seed import diagnose_seed, seed_offset
 
 MODULE = "areal.engine.megatron_engine"
@@ -33,8 +33,8 @@ def diagnose(module: ModuleType) -> Verdict:
     """Read the real method: running it makes process groups."""
     path = f"{module.__name__}:{ENGINE}.{CREATE}"
     missing = [
-        *missing_names(path, "model_parallel_cuda_manual_seed", "seed", "own_global_group"),
-        *missing_attributes(f"{module.__name__}:", "tensor_parallel"),
+        *unmet.names(path, "model_parallel_cuda_manual_seed", "seed", "own_global_group"),
+        *unmet.attributes(f"{module.__name__}:", "tensor_parallel"),
     ]
     return diagnose_seed((path,), missing)
 

@@ -27,7 +27,7 @@ from ..._pausing.generation import log_failed_sync
 from ..._pausing.waiting import tell_besides
 from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import in_finally, lacking, missing_attributes, missing_names, reads_in_order, resolve
+from .._diagnosis import expect_none, in_finally, reads_in_order, resolve, unmet
 
 MODULE = "areal.engine.megatron_engine"
 ENGINE = "MegatronEngine"
@@ -39,13 +39,11 @@ PAUSE, CONTINUE = "pause_generation", "continue_generation"
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real methods: running them needs rollout engines."""
     path = f"{module.__name__}:{ENGINE}"
-    missing = [
-        *missing_attributes(path, *UPDATES),
-        *missing_names(f"{path}.update_weights", *UPDATES),
-        *missing_names(f"{path}.{BUCKET}", "engine_lock", "acquire", "release"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.attributes(path, *UPDATES),
+        *unmet.names(f"{path}.update_weights", *UPDATES),
+        *unmet.names(f"{path}.{BUCKET}", "engine_lock", "acquire", "release"),
+    )
     updates = [resolve(f"{path}.{name}") for name in UPDATES]
     if all(reads_in_order(update, PAUSE, CONTINUE) == [PAUSE, CONTINUE] for update in updates):
         return Verdict(NEEDED, "after an exception in a weight update generation does not continue")

@@ -25,7 +25,7 @@ from ..._mcore.step_state import StepState, running_timers
 from ..._python.dotted import temporarily_set
 from ...errors import MegapatchError
 from ...patch import unpatched
-from .._diagnosis import missing_attributes, missing_names
+from .._diagnosis import unmet
 
 NO_SYNC_ASSERTION = "config.no_sync_func must be None"
 """Part of the text of the assertion that a second call meets where overlap_grad_reduce is on."""
@@ -36,9 +36,9 @@ INTERVAL_TIMER = "interval-time"
 def missing_of_timers_and_machine() -> list[str]:
     """Return what the functions below rely on, and this Megatron's timers and rerun state machine lack."""
     return [
-        *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
-        *missing_names("megatron.core.timers:Timer.__init__", "_started", "_start_time", "_active_time"),
-        *missing_attributes(f"{RERUN}:RerunState", *BEFORE_STEP, *BEFORE_STEP.values()),
+        *unmet.names("megatron.core.timers:Timers.__init__", "_timers"),
+        *unmet.names("megatron.core.timers:Timer.__init__", "_started", "_start_time", "_active_time"),
+        *unmet.attributes(f"{RERUN}:RerunState", *BEFORE_STEP, *BEFORE_STEP.values()),
     ]
 
 

@@ -6,24 +6,21 @@ Copies of the real functions run on one rank, with stand-ins for what is collect
 from __future__ import annotations
 
 import functools
+import sys
 from collections import deque
 from collections.abc import Callable
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from ...patch import FIXED, NEEDED, UNKNOWN, Verdict, unpatched
+from ...patch import FIXED, NEEDED, UNKNOWN, NotAsExpected, Verdict, unpatched
 from .._diagnosis import (
-    AnswersNone,
     StandIn,
-    cannot_run,
+    expect_none,
     gone,
-    lacking,
-    missing_attributes,
-    missing_names,
-    missing_parameters,
-    missing_reads,
     reads_in_order,
+    running,
     torch_stand_in,
+    unmet,
     with_globals,
 )
 
@@ -44,10 +41,18 @@ class _Rank:
         self.has_failed = False
         self.collectives: list[str] = []
         self.torch = torch_stand_in(
-            distributed=_Distributed(self),
-            tensor=lambda values, **kwargs: _Tensor(values),
+            distributed=StandIn(
+                ReduceOp=StandIn(),
+                get_rank=lambda *args: 0,
+                **{name: functools.partial(self._note, name) for name in COLLECTIVES},
+            ),
+            tensor=lambda values, **kwargs: sys.modules["torch"].tensor(values),
             cuda=StandIn(current_device=lambda: None),
         )
+
+    def _note(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if self.has_failed:
+            self.collectives.append(name)
 
     def fail(self, *args: Any, **kwargs: Any) -> None:
         self.has_failed = True
@@ -55,54 +60,26 @@ class _Rank:
 
     def verdict(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
         """Return the verdict on a function of which the work is a part."""
-        try:
-            function(*args, **kwargs)
-        except Exception as error:
-            if not self.has_failed:
-                return cannot_run(f"{what}()", error)
-            if not self.collectives and isinstance(error, _Failed):
-                return Verdict(NEEDED, f"a rank that fails in {what}() leaves the others to wait for it")
+        with running(f"{what}()"):
+            try:
+                function(*args, **kwargs)
+            except Exception as error:
+                if not self.has_failed:
+                    raise
+                if not self.collectives and isinstance(error, _Failed):
+                    return Verdict(NEEDED, f"a rank that fails in {what}() leaves the others to wait for it")
         if self.collectives:
             return Verdict(FIXED, f"a rank that fails in {what}() meets the others")
         return Verdict(UNKNOWN, f"expected {what}() to raise where its work fails; it does not")
 
 
-class _Distributed(AnswersNone):
-    """A torch.distributed that notes its collectives."""
-
-    def __init__(self, rank: _Rank) -> None:
-        self._rank = rank
-        self.ReduceOp = StandIn()
-        self.get_rank = lambda *args: 0
-        for name in COLLECTIVES:
-            setattr(self, name, functools.partial(self._note, name))
-
-    def _note(self, name: str, *args: Any, **kwargs: Any) -> None:
-        if self._rank.has_failed:
-            self._rank.collectives.append(name)
-
-
-class _Tensor(AnswersNone):
-    """A tensor of one number."""
-
-    def __init__(self, values: Any) -> None:
-        self._value = values[0]
-
-    def item(self) -> Any:
-        return self._value
-
-    def __bool__(self) -> bool:
-        return bool(self._value)
-
-
 def diagnose_finalize(module: ModuleType) -> Verdict:
     """Finalize the tensors of a save whose metadata cannot be written."""
     path = f"{module.__name__}:{FINALIZE}"
-    if missing := [
-        *missing_parameters(path, "storage_writer", "global_metadata", "dist_wrapper"),
-        *missing_reads(path, "retrieve_write_results", "gather_object", "finish", "is_coordinator"),
-    ]:
-        return lacking(missing)
+    expect_none(
+        *unmet.parameters(path, "storage_writer", "global_metadata", "dist_wrapper"),
+        *unmet.reads(path, "retrieve_write_results", "gather_object", "finish", "is_coordinator"),
+    )
     rank = _Rank()
     writer = StandIn(retrieve_write_results=list, finish=rank.fail)
     ranks = StandIn(is_coordinator=True, coordinator_rank=0, gather_object=lambda found: [found])
@@ -113,16 +90,15 @@ def diagnose_finalize(module: ModuleType) -> Verdict:
 def diagnose_checkpoint(module: ModuleType) -> Verdict:
     """Finalize a checkpoint whose configuration cannot be written: a function inside save()."""
     path = f"{module.__name__}:save"
-    if missing := [
-        *missing_attributes(f"{module.__name__}:", "save_config"),
-        *missing_reads(path, "finalize_fns", "save_config", "barrier"),
-    ]:
-        return lacking(missing)
+    expect_none(
+        *unmet.attributes(f"{module.__name__}:", "save_config"),
+        *unmet.reads(path, "finalize_fns", "save_config", "barrier"),
+    )
     function = unpatched(module.save)
     codes = [code for code in function.__code__.co_consts if isinstance(code, CodeType)]
     code = next((code for code in codes if {"save_config", "barrier"} <= {*code.co_names}), None)
     if code is None:
-        return lacking([f"a function in {path} that reads save_config and barrier"])
+        raise NotAsExpected(f"expected but not found: a function in {path} that reads save_config and barrier")
     rank = _Rank()
     stand_ins = {"torch": rank.torch, "save_config": rank.fail, "CheckpointingConfig": lambda *args: None}
     cells = tuple(CellType(StandIn()) for _ in code.co_freevars)
@@ -135,8 +111,7 @@ def diagnose_manifest(module: ModuleType) -> Verdict:
     if not hasattr(module, MANIFEST):
         return gone(MANIFEST, module, _without_manifests)
     path = f"{module.__name__}:{MANIFEST}"
-    if missing := missing_parameters(path, "checkpoint_dir"):
-        return lacking(missing)
+    expect_none(*unmet.parameters(path, "checkpoint_dir"))
     if reads_in_order(getattr(module, MANIFEST), "distributed"):
         return Verdict(UNKNOWN, f"expected {MANIFEST}() to be the work of one rank; it calls others")
     return Verdict(NEEDED, "a rank that fails to write the manifest leaves the others to wait for it")
@@ -150,13 +125,12 @@ def diagnose_queue(module: ModuleType) -> Verdict:
     """Finalize a request that a queue has, whose finalize function fails."""
     maybe_finalize = f"{module.__name__}:{QUEUE}.maybe_finalize_async_calls"
     schedule = f"{module.__name__}:{QUEUE}.schedule_async_request"
-    if missing := [
-        *missing_attributes(f"{module.__name__}:", "AsyncRequest", "_ActiveAsyncRequest"),
-        *missing_names(maybe_finalize, "async_calls", "blocking"),
-        *missing_parameters(schedule, "async_request"),
-        *missing_reads(schedule, "async_calls"),
-    ]:
-        return lacking(missing)
+    expect_none(
+        *unmet.attributes(f"{module.__name__}:", "AsyncRequest", "_ActiveAsyncRequest"),
+        *unmet.names(maybe_finalize, "async_calls", "blocking"),
+        *unmet.parameters(schedule, "async_request"),
+        *unmet.reads(schedule, "async_calls"),
+    )
     rank = _Rank()
     caller = StandIn(is_current_async_call_done=lambda *args, **kwargs: True)
     # In early 2025 main's queue kept the list of functions in the request's place: the same one fails there.
@@ -170,8 +144,7 @@ def diagnose_queue(module: ModuleType) -> Verdict:
 def diagnose_request(module: ModuleType) -> Verdict:
     """Finalize a request whose finalize function fails."""
     path = f"{module.__name__}:AsyncRequest.execute_finalize_fns"
-    if missing := [*missing_parameters(path, "validate_matching_call_idx"), *missing_reads(path, "finalize_fns")]:
-        return lacking(missing)
+    expect_none(*unmet.parameters(path, "validate_matching_call_idx"), *unmet.reads(path, "finalize_fns"))
     rank = _Rank()
     finalize = with_globals(module.AsyncRequest.execute_finalize_fns, torch=rank.torch)
     request = module.AsyncRequest(None, (), [rank.fail])

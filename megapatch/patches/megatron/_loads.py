@@ -11,8 +11,8 @@ from typing import Any
 
 from ..._mcore.known import arguments_of
 from ..._python.dotted import find
-from ...patch import UNKNOWN, Verdict
-from .._diagnosis import Idle, StandIn, cannot_run, gone, with_globals
+from ...patch import NotAsExpected
+from .._diagnosis import Idle, StandIn, expect_none, running, unmet, with_globals
 
 FLAG, LOAD = "finetune", "load_checkpoint"
 MEGATRON, BRIDGE = "megatron.training.checkpointing", "megatron.bridge.training.checkpointing"
@@ -57,14 +57,13 @@ Call = Callable[[Callable[..., Any], Any], None]
 """Calls a function with stand-ins for its arguments, of which the settings are one."""
 
 
-def flag_of(name: str, begins: str, call: Call, module: ModuleType, recovery: bool = False) -> Source | Verdict:
+def flag_of(name: str, begins: str, call: Call, module: ModuleType, recovery: bool = False) -> Source:
     """Run the real function up to the load, which begins by the call of the function `begins`.
 
     Only a pretrained checkpoint is there, and on request one for recovery. Return the flag as the load begins,
     and the one that is left.
     """
-    if not hasattr(module, name):
-        return gone(name, module)
+    expect_none(*unmet.attributes(f"{module.__name__}:", name))
     settings = StandIn(load=FOLDER, pretrained_checkpoint=PRETRAINED, ckpt_format="torch_dist", finetune=False)
     settings.non_persistent_ckpt_type, settings.non_persistent_global_ckpt_dir = "global", RECOVERY
     there, found = (PRETRAINED, RECOVERY) if recovery else (PRETRAINED,), []
@@ -81,13 +80,11 @@ def flag_of(name: str, begins: str, call: Call, module: ModuleType, recovery: bo
         "get_args": lambda: settings,
         "print_rank_0": lambda *args: None,
     }
-    try:
+    with running(f"{name}()"), contextlib.suppress(_Reached):
         call(with_globals(getattr(module, name), **stand_ins), settings)
-    except _Reached:
-        return found[0], settings.finetune
-    except Exception as error:
-        return cannot_run(f"{name}()", error)
-    return Verdict(UNKNOWN, f"expected {name}() to load by {begins}()")
+    if not found:
+        raise NotAsExpected(f"expected {name}() to load by {begins}()")
+    return found[0], settings.finetune
 
 
 def call_bridge(load: Callable[..., Any], settings: Any) -> None:

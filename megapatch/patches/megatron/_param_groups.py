@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 GROUPS = "param_groups"
+TOLD_APART_BY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
+"""Settings by which groups differ, other than their rates."""
 
 
 def parts_with_groups(state: dict[str, Any]) -> list[str]:

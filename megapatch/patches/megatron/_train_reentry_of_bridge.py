@@ -16,7 +16,7 @@ from ..._mcore.rerun_machine import rewind_interrupted_step
 from ..._python.dotted import find
 from ...errors import MegapatchError
 from ...patch import NEEDED, Verdict
-from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import expect_none, unmet
 from ._around_train import (
     INTERVAL_TIMER,
     config_hooks_restored,
@@ -35,16 +35,14 @@ TRAIN = f"{MODULE}:train"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real function: running it needs a process group, a model and Bridge's whole configuration."""
-    missing = [
-        *missing_parameters(TRAIN, "model", "optimizer", "global_state"),
-        *missing_parameters(f"{MODULE}:train_step", "model", "optimizer"),
-        *missing_names(TRAIN, "get_model_config", "get_rerun_state_machine", "timers", INTERVAL_TIMER),
-        *missing_attributes(f"{MODULE}:", "get_model_config", "get_rerun_state_machine"),
+    expect_none(
+        *unmet.parameters(TRAIN, "model", "optimizer", "global_state"),
+        *unmet.parameters(f"{MODULE}:train_step", "model", "optimizer"),
+        *unmet.names(TRAIN, "get_model_config", "get_rerun_state_machine", "timers", INTERVAL_TIMER),
+        *unmet.attributes(f"{MODULE}:", "get_model_config", "get_rerun_state_machine"),
         *missing_of_timers_and_machine(),
-        *missing_names(f"{DDP}.__init__", "use_forward_hook", "remove_forward_pre_hook_handles"),
-    ]
-    if missing:
-        return lacking(missing)
+        *unmet.names(f"{DDP}.__init__", "use_forward_hook", "remove_forward_pre_hook_handles"),
+    )
     return Verdict(NEEDED, f"train() never stops the {INTERVAL_TIMER} timer it starts")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..._mcore.known import arguments_of
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import StandIn, cannot_run, gone, with_globals
+from .._diagnosis import StandIn, expect_none, running, unmet, with_globals
 from ._loads import BRIDGE, FOLDER, MEGATRON, RECOVERY
 
 LOAD, FIND, LOAD_RECOVERY = (
@@ -41,9 +41,7 @@ class _Chosen(Exception):
 
 def diagnose(module: ModuleType) -> Verdict:
     """Run the real function up to its choice, where step 2 is asked for and one for recovery is of step 4."""
-    for name in (LOAD, FIND):
-        if not hasattr(module, name):
-            return gone(name, module)
+    expect_none(*unmet.attributes(f"{module.__name__}:", LOAD, FIND))
     settings = StandIn(non_persistent_ckpt_type="global", non_persistent_global_ckpt_dir=RECOVERY, ckpt_step=2)
 
     def chosen(which: str) -> Callable[..., Any]:
@@ -64,16 +62,15 @@ def diagnose(module: ModuleType) -> Verdict:
     }
     load = with_globals(getattr(module, LOAD), **stand_ins)
     groups = {"pg_collection": None} if "pg_collection" in inspect.signature(load).parameters else {}
-    try:
-        load(FOLDER, settings, **groups)
-    except _Chosen as chosen_one:
-        if str(chosen_one) == RECOVERY:
-            return Verdict(
-                NEEDED, f"{LOAD}() takes a newer checkpoint for recovery than the step that is asked for"
-            )
-        return Verdict(FIXED, f"{LOAD}() takes the step that is asked for")
-    except Exception as error:
-        return cannot_run(f"{LOAD}()", error)
+    with running(f"{LOAD}()"):
+        try:
+            load(FOLDER, settings, **groups)
+        except _Chosen as chosen_one:
+            if str(chosen_one) == RECOVERY:
+                return Verdict(
+                    NEEDED, f"{LOAD}() takes a newer checkpoint for recovery than the step that is asked for"
+                )
+            return Verdict(FIXED, f"{LOAD}() takes the step that is asked for")
     return Verdict(
         UNKNOWN, f"expected {LOAD}() to choose a checkpoint by {LOAD_RECOVERY}() or get_checkpoint_name()"
     )

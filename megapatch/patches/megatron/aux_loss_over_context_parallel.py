@@ -32,15 +32,7 @@ from typing import Any
 
 from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import (
-    cannot_run,
-    lacking,
-    missing_attributes,
-    missing_names,
-    missing_parameters,
-    most_urgent,
-    resolve,
-)
+from .._diagnosis import expect_none, most_urgent, resolve, running, unmet
 from ._schedules import MODULE, PACKAGE, ROUTER, one_microbatch, weight_per_token
 
 ROUTERS = "megatron.core.transformer.moe.moe_utils"
@@ -51,25 +43,22 @@ SCALE = "main_loss_backward_scale"
 
 def diagnose(package: ModuleType) -> Verdict:
     """Say what most needs attention of both ways to divide."""
-    if missing := [
-        *missing_attributes(f"{MODULE}:", "torch"),
-        *missing_parameters(f"{MODULE}:backward_step", "input_tensor", "output_tensor", "config"),
-        *missing_names(f"{MODULE}:backward_step", "backward"),
-        *missing_names(f"{ROUTERS}:MoEAuxLossAutoScaler.backward", SCALE),
-        *missing_names(f"{ROUTERS}:MoEAuxLossAutoScaler.set_loss_scale", SCALE),
-        *missing_attributes(f"{PARALLEL}:", *SIZES),
-        *missing_attributes(f"{ROUTER}:TopKRouter", "apply_z_loss"),
-    ]:
-        return lacking(missing)
+    expect_none(
+        *unmet.attributes(f"{MODULE}:", "torch"),
+        *unmet.parameters(f"{MODULE}:backward_step", "input_tensor", "output_tensor", "config"),
+        *unmet.names(f"{MODULE}:backward_step", "backward"),
+        *unmet.names(f"{ROUTERS}:MoEAuxLossAutoScaler.backward", SCALE),
+        *unmet.names(f"{ROUTERS}:MoEAuxLossAutoScaler.set_loss_scale", SCALE),
+        *unmet.attributes(f"{PARALLEL}:", *SIZES),
+        *unmet.attributes(f"{ROUTER}:TopKRouter", "apply_z_loss"),
+    )
     return most_urgent(diagnose_microbatches(package), diagnose_tokens(package))
 
 
 def diagnose_microbatches(package: ModuleType) -> Verdict:
     """Let the real code set the scale of these losses for two context parallel ranks."""
-    try:
+    with running("the loss of a microbatch"):
         one, two = (one_microbatch(package.schedules, num_tokens=1, cp_size=size).scale for size in (1, 2))
-    except Exception as error:
-        return cannot_run("the loss of a microbatch", error)
     if (one, two) == (1, 2):
         return Verdict(FIXED, "auxiliary losses are scaled by the context parallel size")
     if (one, two) != (1, 1):
@@ -81,10 +70,8 @@ def diagnose_microbatches(package: ModuleType) -> Verdict:
 
 def diagnose_tokens(package: ModuleType) -> Verdict:
     """Let the real router attach its z-loss for one of two ranks."""
-    try:
+    with running("apply_z_loss()"):
         weight = weight_per_token(resolve(f"{ROUTER}:TopKRouter.apply_z_loss"), package.schedules.torch)
-    except Exception as error:
-        return cannot_run("apply_z_loss()", error)
     if weight == 2:
         return Verdict(FIXED, "auxiliary losses per token are scaled by the ranks that share a sequence")
     if weight != 1:

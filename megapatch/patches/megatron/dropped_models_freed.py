@@ -28,7 +28,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, cannot_run, lacking, missing_reads
+from .._diagnosis import StandIn, expect_none, running, unmet
 
 MODULE = "megatron.core.distributed.distributed_data_parallel"
 DDP = "DistributedDataParallel"
@@ -37,14 +37,11 @@ MAKE = "_make_backward_post_hook"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Make a hook for a stand-in, drop the stand-in, and see whether the hook keeps it."""
-    if missing := missing_reads(f"{MODULE}:{DDP}.{MAKE}", "param_to_bucket_group", "main_grad"):
-        return lacking(missing)
+    expect_none(*unmet.reads(f"{MODULE}:{DDP}.{MAKE}", "param_to_bucket_group", "main_grad"))
     ddp = StandIn()
     owner = weakref.ref(ddp)
-    try:
+    with running(f"{MAKE}()"):
         hook = unpatched(getattr(vars(module)[DDP], MAKE))(ddp, None)
-    except Exception as error:
-        return cannot_run(f"{MAKE}()", error)
     found = bool(list(_cells_of(hook, ddp)))
     del ddp
     if owner() is None:

@@ -26,7 +26,7 @@ from typing import Any
 from ..._mcore.side_table import SideTable
 from ..._version import see
 from ...patch import NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes, missing_reads
+from .._diagnosis import answering_none, expect_none, running, unmet
 
 # Names of the streams that Megatron's tracker holds.
 MODEL_PARALLEL, EXPERTS = "model-parallel-rng", "expert-parallel-rng"
@@ -83,20 +83,16 @@ def _seed(state: Any) -> Any:
 # ------------------------------------------------------------------------------------------ the diagnosis
 def diagnose(module: ModuleType) -> Verdict:
     """Set states of the real tracker, and read how it is seeded."""
-    missing = [
-        *missing_attributes(f"{MODULE}:", TRACKER),
-        *missing_attributes(f"{MODULE}:{TRACKER}", "set_states", "add"),
-        *missing_reads(f"{MODULE}:{TRACKER}.add", STATES),
-        *missing_reads(f"{MODULE}:{SEEDING}", "get_expert_model_parallel_rank", "add"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.attributes(f"{MODULE}:", TRACKER),
+        *unmet.attributes(f"{MODULE}:{TRACKER}", "set_states", "add"),
+        *unmet.reads(f"{MODULE}:{TRACKER}.add", STATES),
+        *unmet.reads(f"{MODULE}:{SEEDING}", "get_expert_model_parallel_rank", "add"),
+    )
     states: dict[str, Any] = {}
-    try:
+    with running("set_states()"):
         tracker = object.__new__(answering_none(getattr(module, TRACKER)))
         unpatched(getattr(module, TRACKER).set_states)(tracker, states)
-    except Exception as error:
-        return cannot_run("set_states()", error)
     if getattr(tracker, STATES) is not states:
         return Verdict(UNKNOWN, f"expected set_states() to keep the states that it is given in {STATES}")
     return Verdict(NEEDED, "a tracker takes another expert rank's streams without a word")

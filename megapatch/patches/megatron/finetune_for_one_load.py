@@ -45,10 +45,7 @@ _starts = SideTable()
 
 def diagnose(name: str, begins: str, call: Call, module: ModuleType) -> Verdict:
     """Run the real function up to the load."""
-    found = _loads.flag_of(name, begins, call, module)
-    if isinstance(found, Verdict):
-        return found
-    begun, left = found
+    begun, left = _loads.flag_of(name, begins, call, module)
     if begun is not True:
         return Verdict(UNKNOWN, f"expected {name}() to set {FLAG} before it loads by {begins}()")
     if left:

@@ -26,44 +26,30 @@ from typing import Any
 from ..._mcore.bucket_groups import DDP, GROUP, MODULE, finish_param_gathers
 from ..._mcore.known import arguments_of
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import (
-    ASSERTIONS,
-    StandIn,
-    cannot_run,
-    lacking,
-    missing_attributes,
-    missing_names,
-    missing_parameters,
-)
+from .._diagnosis import ASSERTIONS, StandIn, expect_none, running, unmet
 
 
 def diagnose(module: ModuleType) -> Verdict:
     """Call the real methods on a stand-in with one submodule, and again, where nothing is left to do."""
-    missing = [
-        *missing_names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups", "use_forward_hook"),
-        *missing_names(f"{DDP}.__init__", "remove_forward_pre_hook_handles"),
-        *missing_names(f"{GROUP}.__init__", "param_gather_handle", "param_gather_dispatched"),
-        *missing_parameters(f"{GROUP}.finish_param_sync", "skip_next_bucket_dispatch"),
-        *missing_parameters(f"{DDP}.disable_forward_pre_hook", "param_sync"),
-        *missing_attributes(DDP, "enable_forward_pre_hook"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups", "use_forward_hook"),
+        *unmet.names(f"{DDP}.__init__", "remove_forward_pre_hook_handles"),
+        *unmet.names(f"{GROUP}.__init__", "param_gather_handle", "param_gather_dispatched"),
+        *unmet.parameters(f"{GROUP}.finish_param_sync", "skip_next_bucket_dispatch"),
+        *unmet.parameters(f"{DDP}.disable_forward_pre_hook", "param_sync"),
+        *unmet.attributes(DDP, "enable_forward_pre_hook"),
+    )
     ddp = module.DistributedDataParallel
     disable, enable = unpatched(ddp.disable_forward_pre_hook), unpatched(ddp.enable_forward_pre_hook)
-    try:
-        if _hooked_after(disable, _stand_in(hooked=True)):
-            missing += ["handles removed by disable_forward_pre_hook"]
-        if not _hooked_after(enable, _stand_in(hooked=False)):
-            missing += ["handles kept by enable_forward_pre_hook"]
-        disable_again, enable_again = (
-            _error(disable, _stand_in(hooked=False)),
-            _error(enable, _stand_in(hooked=True)),
-        )
-    except Exception as error:
-        return cannot_run("disable_forward_pre_hook and enable_forward_pre_hook", error)
-    if missing:
-        return lacking(missing)
+    with running("disable_forward_pre_hook and enable_forward_pre_hook"):
+        removed = not _hooked_after(disable, _stand_in(hooked=True))
+        kept = _hooked_after(enable, _stand_in(hooked=False))
+        disable_again = _error(disable, _stand_in(hooked=False))
+        enable_again = _error(enable, _stand_in(hooked=True))
+    expect_none(
+        *([] if removed else ["handles removed by disable_forward_pre_hook"]),
+        *([] if kept else ["handles kept by enable_forward_pre_hook"]),
+    )
     if disable_again or enable_again:
         return Verdict(
             NEEDED,

@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes, missing_names, reads_in_order
+from .._diagnosis import expect_none, reads_in_order, unmet
 
 MEGATRON = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
 NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.cached_metadata_filesystem_reader"
@@ -46,15 +46,13 @@ STATUS = ("stat", "fstat", "lstat", "getmtime")
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real method: it keeps metadata by path, or asks for the file's status first."""
-    reader = getattr(module, READER, None)
-    if reader is None:
-        return lacking([f"{module.__name__}.{READER}"])
+    expect_none(*unmet.attributes(f"{module.__name__}:", READER))
+    reader = getattr(module, READER)
     read, initialize = f"{module.__name__}:{READER}.read_metadata", f"{module.__name__}:{READER}.__init__"
-    if not hasattr(reader, CACHE) and not missing_names(read, OWN):
+    if not hasattr(reader, CACHE) and not unmet.names(read, OWN):
         return Verdict(ABSENT, "in this version each reader keeps only what it has read itself")
-    missing = [*missing_attributes(f"{module.__name__}:{READER}", CACHE), *missing_names(initialize, KEY)]
-    if missing := [*missing, *missing_names(read, KEY, CACHE)]:
-        return lacking(missing)
+    missing = [*unmet.attributes(f"{module.__name__}:{READER}", CACHE), *unmet.names(initialize, KEY)]
+    expect_none(*missing, *unmet.names(read, KEY, CACHE))
     if reads_in_order(reader.read_metadata, *STATUS):
         return Verdict(FIXED, "read_metadata() looks at the file")
     return Verdict(NEEDED, "metadata are kept by path, and the file is not looked at again")

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import gone, lacking, missing_attributes, missing_names
+from .._diagnosis import expect_none, unmet
 
 MODULE = "megatron.bridge.training.checkpointing"
 LOAD = "_load_checkpoint_from_path"
@@ -33,13 +33,10 @@ CLEAR = "cache_clear"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Look at the real functions: a load reads in collectives."""
-    if not hasattr(module, LOAD):
-        return gone(LOAD, module)
-    if missing := missing_attributes(f"{module.__name__}:", *READERS):
-        return lacking(missing)
+    expect_none(*unmet.attributes(f"{module.__name__}:", LOAD, *READERS))
     if not any(hasattr(getattr(module, name), CLEAR) for name in READERS):
         return Verdict(FIXED, "what a load reads is not cached")
-    if not missing_names(f"{module.__name__}:{LOAD}", CLEAR):
+    if not unmet.names(f"{module.__name__}:{LOAD}", CLEAR):
         return Verdict(FIXED, f"{LOAD}() clears the caches of what it reads")
     return Verdict(NEEDED, f"{' and '.join(READERS)} are cached by file name, for all loads")
 

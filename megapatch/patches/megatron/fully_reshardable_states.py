@@ -26,16 +26,7 @@ from typing import Any
 
 from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import (
-    StandIn,
-    answering_none,
-    before_release,
-    cannot_run,
-    gone,
-    lacking,
-    missing_attributes,
-    missing_names,
-)
+from .._diagnosis import StandIn, answering_none, before_release, expect_none, gone, running, unmet
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
 OPTIMIZER = "DistributedOptimizer"
@@ -48,17 +39,13 @@ _lacking_there = before_release("megatron-core", "0.15")
 
 def diagnose(module: ModuleType) -> Verdict:
     """Let the real method take apart the state of two parameters, in buckets of which the first has padding."""
-    if missing := missing_attributes(f"{MODULE}:", OPTIMIZER):
-        return lacking(missing)
+    expect_none(*unmet.attributes(f"{MODULE}:", OPTIMIZER))
     kind = getattr(module, OPTIMIZER)
     if not hasattr(kind, STATES):
         return gone(f"{OPTIMIZER}.{STATES}", module, _lacking_there)
-    if missing := missing_names(f"{MODULE}:{OPTIMIZER}.{STATES}", "buffers", WHERE, "get_parameter_state_dp_zero"):
-        return lacking(missing)
-    try:
+    expect_none(*unmet.names(f"{MODULE}:{OPTIMIZER}.{STATES}", "buffers", WHERE, "get_parameter_state_dp_zero"))
+    with running(f"{STATES}()"):
         found = _state_of_the_second(kind)
-    except Exception as error:
-        return cannot_run(f"{STATES}()", error)
     if found == 2.0:
         return Verdict(FIXED, "parameters are looked for where they are without padding")
     if found == 3.0:

@@ -57,16 +57,7 @@ from ..._mcore.param_gathers import (
     refuse_stale_read,
 )
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import (
-    StandIn,
-    cannot_run,
-    lacking,
-    missing_attributes,
-    missing_names,
-    missing_parameters,
-    reads_in_order,
-    resolve,
-)
+from .._diagnosis import StandIn, expect_none, reads_in_order, resolve, running, unmet
 from .._readers import GATHERS, Reader, ReadingSite
 
 OPTIMIZER = f"{OPTIMIZER_MODULE}:DistributedOptimizer"
@@ -80,11 +71,10 @@ LEGACY = "torch"
 # ------------------------------------------------------------------------ the optimizer: is a gather due?
 def diagnose_optimizer(module: ModuleType) -> Verdict:
     """Read the real step: running it needs process groups and a model."""
-    if missing := missing_names(f"{OPTIMIZER}.__init__", "model_chunks"):
-        return lacking(missing)
+    expect_none(*unmet.names(f"{OPTIMIZER}.__init__", "model_chunks"))
     step = inspect.unwrap(module.DistributedOptimizer.step_with_ready_grads)  # of torch.no_grad()
     if not reads_in_order(step, "overlap_param_gather"):
-        return lacking([f"overlap_param_gather in {OPTIMIZER}.step_with_ready_grads"])
+        expect_none(f"overlap_param_gather in {OPTIMIZER}.step_with_ready_grads")
     return Verdict(
         NEEDED, "with overlap_param_gather a step leaves its parameters to be gathered, and no one knows"
     )
@@ -124,26 +114,22 @@ def _overlapping_chunks(optimizer: Any) -> list[Any]:
 # ------------------------------------------------------------------------ DistributedDataParallel
 def diagnose_ddp(module: ModuleType) -> Verdict:
     """Call the real readers on a stand-in, and see whether they gather."""
-    missing = [
-        *missing_names(f"{GROUP}.__init__", "param_gather_handle", "param_gather_dispatched"),
-        *missing_parameters(f"{GROUP}.finish_param_sync", "skip_next_bucket_dispatch"),
-        *missing_names(f"{GROUP}.finish_grad_sync", "param_gather_dispatched"),
-        *missing_attributes(GROUP, "start_param_sync"),
-        *missing_attributes(DDP, "broadcast_params", "state_dict", "state_dict_for_save_checkpoint"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.names(f"{GROUP}.__init__", "param_gather_handle", "param_gather_dispatched"),
+        *unmet.parameters(f"{GROUP}.finish_param_sync", "skip_next_bucket_dispatch"),
+        *unmet.names(f"{GROUP}.finish_grad_sync", "param_gather_dispatched"),
+        *unmet.attributes(GROUP, "start_param_sync"),
+        *unmet.attributes(DDP, "broadcast_params", "state_dict", "state_dict_for_save_checkpoint"),
+    )
     ddp = resolve(DDP)
     gathers: list[str] = []
-    try:
+    missing: list[str] = []
+    with running("state_dict and state_dict_for_save_checkpoint"):
         for reader in ("state_dict", "state_dict_for_save_checkpoint"):
             stand_in = _stand_in(lambda *args, reader=reader, **kwargs: gathers.append(reader))
             unpatched(getattr(ddp, reader))(stand_in)
             missing += [] if stand_in.module.reads else [f"module.{reader} called by {reader}"]
-    except Exception as error:
-        return cannot_run("state_dict and state_dict_for_save_checkpoint", error)
-    if missing:
-        return lacking(missing)
+    expect_none(*missing)
     if len(set(gathers)) == 2:
         return Verdict(FIXED, "state_dict and state_dict_for_save_checkpoint gather the parameters")
     return Verdict(NEEDED, "state_dict and state_dict_for_save_checkpoint read parameters that are not gathered")
@@ -237,8 +223,8 @@ def gather_for_state(generate_state_dict: Callable[..., Any]) -> Callable[..., A
 def diagnose_checkpointing(module: ModuleType) -> Verdict:
     """Read both functions of Megatron's checkpointing."""
     path = f"{module.__name__}:generate_state_dict"
-    missing = [*missing_parameters(path, "args", "model"), *missing_names(path, "ckpt_format")]
-    return lacking(missing) if missing else SAVE.diagnose(module)
+    expect_none(*unmet.parameters(path, "args", "model"), *unmet.names(path, "ckpt_format"))
+    return SAVE.diagnose(module)
 
 
 def _exporter(path: str, model: str = "megatron_model") -> Reader:

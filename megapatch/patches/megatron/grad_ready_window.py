@@ -42,7 +42,7 @@ from ..._mcore.side_table import SideTable
 from ..._python.dotted import temporarily_set
 from ...errors import MegapatchError
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters, resolve
+from .._diagnosis import expect_none, resolve, running, unmet
 from ._around_train import ddp_chunks
 from ._stand_ins import FINISH, events_of_step
 
@@ -66,27 +66,23 @@ unfinished; nothing before the first call."""
 
 def diagnose(module: ModuleType) -> Verdict:
     """Run the real bucket group's methods with as many passes as a stand-in has learned, more, and fewer."""
-    if missing_names(f"{GROUP}.__init__", "golden_per_param_grad_ready_counts"):
-        if missing := missing_names(f"{GROUP}.register_grad_ready", "params_with_grad"):
-            return lacking(missing)
+    if unmet.names(f"{GROUP}.__init__", "golden_per_param_grad_ready_counts"):
+        expect_none(*unmet.names(f"{GROUP}.register_grad_ready", "params_with_grad"))
         return Verdict(ABSENT, "Megatron does not learn how often gradients become ready")
     with contextlib.suppress(ImportError):
         # megatron.core comes without it where Ctrl-C has ended its first import
         importlib.import_module(f"{MODULE}.{SCHEDULES}")
-    missing = missing_names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups")
+    missing = unmet.names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups")
     for name in (NO_PIPELINING, PIPELINING, INTERLEAVING):
         schedule = f"{MODULE}.{SCHEDULES}:{name}"
-        missing += missing_parameters(schedule, "model", "num_microbatches", "forward_only")
-        missing += missing_names(schedule, "no_sync_func", "finalize_model_grads_func")
-    if missing:
-        return lacking(missing)
+        missing += unmet.parameters(schedule, "model", "num_microbatches", "forward_only")
+        missing += unmet.names(schedule, "no_sync_func", "finalize_model_grads_func")
+    expect_none(*missing)
     group = resolve(GROUP)
-    try:
+    with running("the bucket group's methods"):
         usual, first, more, fewer = (
             events_of_step(group, passes, learned) for passes, learned in ((1, 1), (1, 0), (2, 1), (1, 2))
         )
-    except Exception as error:
-        return cannot_run("the bucket group's methods", error)
     if usual != ["pass 1"] or first != [FINISH]:
         return Verdict(
             UNKNOWN,

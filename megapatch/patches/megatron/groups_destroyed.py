@@ -35,20 +35,10 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from ..._mcore.process_groups import PARALLEL_STATE, Leftovers, Noted, groups_made, process_groups
+from ..._mcore.process_groups import PARALLEL_STATE, Noted, groups_made, process_groups
 from ..._python.dotted import find
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import (
-    Idle,
-    StandIn,
-    cannot_run,
-    codes_of,
-    lacking,
-    missing_attributes,
-    missing_names,
-    real_imports_but,
-    torch_stand_in,
-)
+from .._diagnosis import Idle, StandIn, codes_of, expect_none, real_imports_but, running, torch_stand_in, unmet
 
 INITIALIZE, DESTROY = "initialize_model_parallel", "destroy_model_parallel"
 GROUPS = (  # every release from 0.12 to 0.19 sets them, and expects them to be None before that
@@ -97,7 +87,7 @@ class _Layout:
     def forget(self) -> None:
         self.groups: list[Any] = []
         self.globals: dict[str, tuple[Any, Any]] = {}
-        self.left = Leftovers()
+        self.left: list[Any] = []
         self.begun: Noted | None = None
         self.noted: Noted | None = None
 
@@ -108,12 +98,15 @@ class _Layout:
             self.world, self.worlds = world, self.worlds + 1
         state = vars(sys.modules[PARALLEL_STATE])
         if all(state.get(name) is None for name in GROUPS):  # otherwise Megatron raises
-            self.left.groups += self.groups
+            self.left += self.groups
             self.groups = []
             self._reset(state)
             _forget_rotary_tables()
             if self.noted is not None and self.noted.by_all():
-                logger.debug("process groups of earlier layouts that were destroyed: %d", self.left.destroy())
+                from ..._mcore.leftover_groups import destroy_unused  # most processes keep their first layout
+
+                number = destroy_unused(self.left)
+                logger.debug("process groups of earlier layouts that were destroyed: %d", number)
             self.noted = None
         place = f"layout {self.worlds}.{groups_made()}"
         if self.begun is None or self.begun.place != place:
@@ -154,17 +147,13 @@ _layout = _Layout()
 
 def diagnose(module: ModuleType) -> Verdict:
     """Run the real destroy_model_parallel() on made-up globals."""
-    missing = [
-        *missing_attributes(f"{PARALLEL_STATE}:", INITIALIZE),
-        *missing_names(f"{PARALLEL_STATE}:{DESTROY}", *GROUPS),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.attributes(f"{PARALLEL_STATE}:", INITIALIZE),
+        *unmet.names(f"{PARALLEL_STATE}:{DESTROY}", *GROUPS),
+    )
     destroyed: list[Any] = []
-    try:
+    with running(f"{DESTROY}()"):
         state = _state_after(unpatched(vars(module)[DESTROY]), destroyed)
-    except Exception as error:
-        return cannot_run(f"{DESTROY}()", error)
     if kept := [group for group in GROUPS if state[group] is not None]:
         return Verdict(UNKNOWN, f"expected {DESTROY}() to forget {', '.join(kept)}")
     if set(GROUPS) <= set(destroyed):

@@ -25,16 +25,7 @@ from typing import Any
 from ..._mcore.bucket_groups import GROUP
 from ..._mcore.known import arguments_of
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import (
-    StandIn,
-    before_release,
-    cannot_run,
-    gone,
-    lacking,
-    missing_parameters,
-    reads_in_order,
-    resolve,
-)
+from .._diagnosis import StandIn, before_release, expect_none, gone, reads_in_order, resolve, running, unmet
 
 MODULE, _, CLASS = GROUP.partition(":")
 START = f"{GROUP}.start_param_sync"
@@ -45,11 +36,10 @@ def diagnose(module: ModuleType) -> Verdict:
     """Force the real gather while one is under way: what it brought is gone once it has been copied."""
     if LIST not in reads_in_order(resolve(START), LIST):
         return gone(LIST, module, before_release("megatron-core", "0.17"))
-    if missing := [
-        *missing_parameters(START, "force_sync"),
-        *missing_parameters(f"{GROUP}.finish_param_sync", "skip_next_bucket_dispatch"),
-    ]:
-        return lacking(missing)
+    expect_none(
+        *unmet.parameters(START, "force_sync"),
+        *unmet.parameters(f"{GROUP}.finish_param_sync", "skip_next_bucket_dispatch"),
+    )
     bucket = StandIn(layerwise_gather_list=[], layerwise_params_list=[], grad_data=StandIn(zero_=lambda: None))
     group = StandIn(
         ddp_config=StandIn(overlap_param_gather=True, use_distributed_optimizer=False),
@@ -60,10 +50,8 @@ def diagnose(module: ModuleType) -> Verdict:
         buckets=[bucket],
         _post_param_sync=lambda: None,
     )
-    try:
+    with running("start_param_sync()"):
         unpatched(getattr(module, CLASS).start_param_sync)(group, force_sync=True)
-    except Exception as error:
-        return cannot_run("start_param_sync()", error)
     if bucket.layerwise_gather_list is None and "zero_" not in reads_in_order(resolve(START), "zero_"):
         return Verdict(FIXED, "a forced gather copies what it brought, and leaves gradients alone")
     return Verdict(NEEDED, "a forced gather loses what it brought, or gradients")

@@ -38,15 +38,7 @@ from typing import Any
 from ..._mcore.known import arguments_of
 from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import (
-    StandIn,
-    answering_none,
-    cannot_run,
-    lacking,
-    missing_attributes,
-    missing_names,
-    missing_parameters,
-)
+from .._diagnosis import StandIn, answering_none, expect_none, running, unmet
 from ._stand_ins import hybrid_with_copy
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
@@ -63,33 +55,28 @@ def diagnose(module: ModuleType) -> Verdict:
     """Let the real methods load the state of one parameter in fp32, of which a made-up optimizer has a copy."""
     optimizer = getattr(module, "DistributedOptimizer", None)
     load = next((name for name in LOAD_BUCKETS if hasattr(optimizer, name)), LOAD_BUCKETS[0])
-    missing = [
-        *missing_attributes(f"{MODULE}:", "torch"),
-        *missing_attributes(f"{MODULE}:DistributedOptimizer", load),
-        *missing_names(f"{MODULE}:DistributedOptimizer.{SET}", "model_param_group_index_map", "param_groups"),
-        *missing_parameters(f"{MODULE}:DistributedOptimizer.{SET}", "model_param", "tensors"),
-        *missing_names(f"{MODULE}:{HYBRID}.{SYNC}", "_update_fp32_params_by_new_state"),
-        *missing_names(f"{MODULE}:{HYBRID}._update_fp32_params_by_new_state", *RELIED_ON[1:], "master_param"),
-        *missing_names(f"{MODULE}:{HYBRID}._init_sub_optimizers", *RELIED_ON[:2]),
-        *missing_names(f"{MODULE}:DistributedOptimizer.load_state_dict", "step"),
-        *missing_names(f"{MODULE}:DistributedOptimizer.sharded_state_dict", "load_state_dict"),
-    ]
-    if missing:
-        return lacking(missing)
-    try:
-        reached = _copy_after_sync(module)
-    except KeyError:
-        return Verdict(NEEDED, "loading state raises KeyError for parameters that are in fp32 already")
-    except Exception as error:
-        return cannot_run(f"{SYNC}()", error)
+    expect_none(
+        *unmet.attributes(f"{MODULE}:", "torch"),
+        *unmet.attributes(f"{MODULE}:DistributedOptimizer", load),
+        *unmet.names(f"{MODULE}:DistributedOptimizer.{SET}", "model_param_group_index_map", "param_groups"),
+        *unmet.parameters(f"{MODULE}:DistributedOptimizer.{SET}", "model_param", "tensors"),
+        *unmet.names(f"{MODULE}:{HYBRID}.{SYNC}", "_update_fp32_params_by_new_state"),
+        *unmet.names(f"{MODULE}:{HYBRID}._update_fp32_params_by_new_state", *RELIED_ON[1:], "master_param"),
+        *unmet.names(f"{MODULE}:{HYBRID}._init_sub_optimizers", *RELIED_ON[:2]),
+        *unmet.names(f"{MODULE}:DistributedOptimizer.load_state_dict", "step"),
+        *unmet.names(f"{MODULE}:DistributedOptimizer.sharded_state_dict", "load_state_dict"),
+    )
+    with running(f"{SYNC}()"):
+        try:
+            reached = _copy_after_sync(module)
+        except KeyError:
+            return Verdict(NEEDED, "loading state raises KeyError for parameters that are in fp32 already")
     if not reached:
         return Verdict(NEEDED, "copies of parameters that are in fp32 already keep the weights from before a load")
-    try:
+    with running(f"{load}()"):
         if not _synchronizes(module, load):
             return Verdict(NEEDED, f"{load}() does not update the copies, and takes over the step count of before")
         step = _step_after(module, load)
-    except Exception as error:
-        return cannot_run(f"{load}()", error)
     if step != LOADED_STEP:
         return Verdict(NEEDED, f"{load}() takes over the step count of before")
     return Verdict(FIXED, "what is loaded reaches the copies, and the step count is the loaded one")

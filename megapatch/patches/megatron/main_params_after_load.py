@@ -42,33 +42,20 @@ Cost      about 0.2 us in each optimizer step. The step after a load compares th
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from types import ModuleType
 from typing import Any
 
 from ..._mcore.changes import Changes, count_of
-from ..._mcore.main_params import (
-    CHILDREN,
-    GROUPS,
-    SHARDS,
-    are_lent,
-    children_of,
-    differing,
-    has_memory,
-    pairs,
-    stale_pairs,
-)
+from ..._mcore.main_params import CHILDREN, GROUPS, SHARDS, are_lent, children_of
 from ..._mcore.param_gathers import finish_gathers, overlapping_ddps, record_loaded
 from ..._mcore.side_table import SideTable
 from ..._python.dotted import find
 from ..._python.places import user_line
-from ..._version import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters, missing_reads
+from .._diagnosis import expect_none, running, unmet
 from ._stand_ins import MODULES, load_one, steps_around_a_load
 
 OPTIMIZERS = "megatron.core.optimizer"
@@ -79,8 +66,6 @@ DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
 CHAINED = "optimizer.ChainedOptimizer"
 GRADS = "_copy_model_grads_to_main_grads"
 """The first call of a step in an optimizer with main parameters, in prepare_grads()."""
-INNER = "param_to_inner_param"
-"""The copies of a HybridDeviceOptimizer, by the parameters that it steps."""
 
 NEVER = -1
 _read = SideTable()
@@ -92,16 +77,12 @@ _seen = SideTable()
 
 _loads = 0
 """Number of the last load."""
-_said: set[tuple[str, bool]] = set()
-"""The lines whose loads were warned of, and whether main parameters followed."""
-
-logger = logging.getLogger("megapatch")
 
 
 # ------------------------------------------------------------------------ checkpoints: what was read?
 def diagnose_checkpoints(module: ModuleType) -> Verdict:
-    missing = missing_parameters(f"{CHECKPOINTS}:load", "sharded_state_dict", "checkpoint_dir")
-    return lacking(missing) if missing else Verdict(NEEDED, "optimizers do not learn that a checkpoint was read")
+    expect_none(*unmet.parameters(f"{CHECKPOINTS}:load", "sharded_state_dict", "checkpoint_dir"))
+    return Verdict(NEEDED, "optimizers do not learn that a checkpoint was read")
 
 
 def note_read(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,13 +114,10 @@ def _is_as_read(state_dict: Any) -> bool:
 # ------------------------------------------------------------------------ the model: what was loaded?
 def diagnose_modules(module: ModuleType) -> Verdict:
     """Load a parameter with the real MegatronModule, and see whether torch counts that as a change."""
-    if missing := missing_attributes(f"{MODULES}:MegatronModule", "load_state_dict"):
-        return lacking(missing)
+    expect_none(*unmet.attributes(f"{MODULES}:MegatronModule", "load_state_dict"))
     parameter = sys.modules["torch"].nn.Parameter(sys.modules["torch"].zeros(1))
-    try:
+    with running("load_state_dict()"):
         load_one(module.MegatronModule, parameter)
-    except Exception as error:
-        return cannot_run("load_state_dict()", error)
     if parameter.item() == 1 and parameter._version:
         return Verdict(NEEDED, "optimizers do not learn that weights were loaded")
     return Verdict(UNKNOWN, "expected load_state_dict() to change a parameter in place; it does not")
@@ -147,8 +125,8 @@ def diagnose_modules(module: ModuleType) -> Verdict:
 
 def diagnose_wrappers(module: ModuleType) -> Verdict:
     """Read the real wrapper: it passes the load on."""
-    missing = missing_reads(f"{WRAPPERS}:_BaseDataParallel.load_state_dict", "module", "load_state_dict")
-    return lacking(missing) if missing else Verdict(NEEDED, "optimizers do not learn that weights were loaded")
+    expect_none(*unmet.reads(f"{WRAPPERS}:_BaseDataParallel.load_state_dict", "module", "load_state_dict"))
+    return Verdict(NEEDED, "optimizers do not learn that weights were loaded")
 
 
 class _Load:
@@ -212,23 +190,20 @@ def _note(parameters: list[Any], of_checkpoint: bool) -> None:
 def diagnose_optimizers(module: ModuleType) -> Verdict:
     """Let the real optimizer step before and after the real load of a parameter in bf16."""
     missing = [
-        *missing_names(f"{OPTIMIZERS}.optimizer:Float16OptimizerWithFloat16Params.__init__", *GROUPS),
-        *missing_names(f"{OPTIMIZERS}.distrib_optimizer:DistributedOptimizer.__init__", *SHARDS),
-        *missing_attributes(f"{OPTIMIZERS}:{DISTRIBUTED}", "_get_model_param_range_map"),
-        *missing_reads(f"{OPTIMIZERS}.optimizer:MixedPrecisionOptimizer.prepare_grads", GRADS),
-        *missing_names(f"{OPTIMIZERS}.optimizer:ChainedOptimizer.__init__", CHILDREN),
+        *unmet.names(f"{OPTIMIZERS}.optimizer:Float16OptimizerWithFloat16Params.__init__", *GROUPS),
+        *unmet.names(f"{OPTIMIZERS}.distrib_optimizer:DistributedOptimizer.__init__", *SHARDS),
+        *unmet.attributes(f"{OPTIMIZERS}:{DISTRIBUTED}", "_get_model_param_range_map"),
+        *unmet.reads(f"{OPTIMIZERS}.optimizer:MixedPrecisionOptimizer.prepare_grads", GRADS),
+        *unmet.names(f"{OPTIMIZERS}.optimizer:ChainedOptimizer.__init__", CHILDREN),
     ]
     for kind in (FLOAT16, DISTRIBUTED):
-        missing += missing_reads(f"{OPTIMIZERS}:{kind}.load_state_dict", "load_state_dict")
+        missing += unmet.reads(f"{OPTIMIZERS}:{kind}.load_state_dict", "load_state_dict")
     for path in PATCH.sites[0].replace:
         owner, _, name = path.rpartition(".")
-        missing += missing_attributes(f"{OPTIMIZERS}:{owner}", name)
-    if missing:
-        return lacking(missing)
-    try:
+        missing += unmet.attributes(f"{OPTIMIZERS}:{owner}", name)
+    expect_none(*missing)
+    with running("step_with_ready_grads()"):
         stepped, loaded = steps_around_a_load(find(module, "optimizer"))
-    except Exception as error:
-        return cannot_run("step_with_ready_grads()", error)
     if (stepped, loaded) == (2, 2):
         return Verdict(NEEDED, "the first step after a load puts the weights from before back into the model")
     if (stepped, loaded) == (2, 1):
@@ -268,70 +243,19 @@ def agree_first(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _agree(optimizer: Any) -> None:
     children = list(children_of(optimizer))
-    loaded = [triple for child in children for triple in _loaded_pairs(child)]
-    if not all(has_memory(tensor) for _, *tensors in loaded for tensor in tensors):
-        return  # offloaded by a framework: it cannot step now either
-    restored, lent = _apart(loaded)
-    copies = [pair for child in children for pair in _copies(child)] if restored else []
-    for _, model, main in _said_of(stale_pairs(restored), followed=True):
-        main.copy_(model)
-    _said_of(stale_pairs(lent), followed=False)
-    for (main, copy), differs in zip(copies, differing(copies), strict=True):
-        if differs:
-            copy.copy_(main)
+    if any(_seen.get(child, 0) != _loads for child in children):
+        from ._weights_alone import agree  # where the optimizer was not loaded after the weights
+
+        if not agree(children, _newer):
+            return
     for each in (optimizer, *children):
         _seen.set(each, _loads)
 
 
-def _loaded_pairs(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield each parameter that was loaded since, this rank's part of it, and its main parameter."""
-    for parameter, model, main in pairs(optimizer):
-        if _is_newer(parameter, optimizer) and main is not None:
-            yield parameter, model, main.data
-
-
-def _apart(loaded: list[tuple[Any, Any, Any]]) -> tuple[list[tuple[Any, Any, Any]], list[tuple[Any, Any, Any]]]:
-    """Return the parameters that were restored, and those that were lent, as far as one can know."""
-    loads = {_loaded.get(parameter) for parameter, *_ in loaded}
-    restores = {load for load in loads if load.is_restore()}
-    apart: tuple[list[Any], list[Any]] = ([], [])
-    for triple in loaded:
-        apart[_loaded.get(triple[0]) not in restores].append(triple)
-    return apart
-
-
-def _copies(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each main parameter of an offloaded optimizer and the copy that it steps, if something was loaded."""
-    copies = getattr(optimizer.optimizer, INNER, {})
-    groups = (getattr(optimizer, name, ()) for name in (SHARDS[0], "model_fp32_groups"))
-    if copies and any(_is_newer(each, optimizer) for each in chain.from_iterable(chain.from_iterable(groups))):
-        yield from ((main.data, copy.data) for main, copy in copies.items() if copy is not main)
-
-
-def _is_newer(parameter: Any, optimizer: Any) -> bool:
-    load = _loaded.get(parameter)
-    return load is not None and load.number > _seen.get(optimizer, 0)
-
-
-def _said_of(stale: list[tuple[Any, Any, Any]], followed: bool) -> list[tuple[Any, Any, Any]]:
-    """Warn of each line whose loads these are, once."""
-    outcome = (
-        "they come from a checkpoint, so the optimizer's main parameters follow, and this step starts from them"
-        if followed
-        else "nothing shows that they were restored, so the optimizer's main parameters are left alone, as "
-        "without megapatch, and this step writes them over the loaded weights"
-    )
-    for line in {_loaded.get(parameter).line for parameter, *_ in stale}:
-        if (line, followed) not in _said:
-            _said.add((line, followed))
-            logger.warning(
-                "megatron.main-params-after-load: weights were loaded without optimizer state at %s; %s. To say "
-                "what was meant: optimizer.reload_model_params() after a load that restores, `with "
-                "megapatch.weight_sync.lent_weights():` around a load that lends" + see("weights-loaded"),
-                line,
-                outcome,
-            )
-    return stale
+def _newer(parameter: Any, optimizer: Any) -> _Load | None:
+    """Return the last load that changed the parameter, unless the optimizer has agreed with it."""
+    load: _Load | None = _loaded.get(parameter)
+    return load if load is not None and load.number > _seen.get(optimizer, 0) else None
 
 
 PATCH = Patch(

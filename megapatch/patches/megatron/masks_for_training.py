@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import gone, lacking, missing_reads
+from .._diagnosis import expect_none, unmet
 
 MODULE = "megatron.core.transformer.utils"
 MASK = "get_default_causal_mask"
@@ -29,14 +29,12 @@ MASK = "get_default_causal_mask"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Look at the real function: making a mask takes a GPU."""
-    mask = unpatched(getattr(module, MASK, None))
-    if mask is None:
-        return gone(MASK, module)
-    if missing := missing_reads(f"{MODULE}:{MASK}", "triu"):
-        return lacking(missing)
+    expect_none(*unmet.attributes(f"{MODULE}:", MASK))
+    expect_none(*unmet.reads(f"{MODULE}:{MASK}", "triu"))
+    mask = unpatched(getattr(module, MASK))
     if not hasattr(mask, "cache_clear"):
         return Verdict(FIXED, f"{MASK}() makes each mask again")
-    if not missing_reads(f"{MODULE}:{MASK}", "inference_mode"):
+    if not unmet.reads(f"{MODULE}:{MASK}", "inference_mode"):
         return Verdict(FIXED, f"{MASK}() leaves inference mode")
     return Verdict(NEEDED, f"{MASK}() keeps masks that it makes in inference mode")
 

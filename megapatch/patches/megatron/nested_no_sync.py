@@ -30,22 +30,18 @@ from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, MODULE, bucket_groups
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, cannot_run, lacking, missing_attributes, missing_names
+from .._diagnosis import StandIn, expect_none, running, unmet
 
 
 def diagnose(module: ModuleType) -> Verdict:
     """Nest the real context manager on a stand-in that has nothing but bucket groups."""
-    missing = [
-        *missing_attributes(DDP, "no_sync"),
-        *missing_names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups"),
-        *missing_names(f"{GROUP}.register_grad_ready", "is_last_microbatch"),
-    ]
-    if missing:
-        return lacking(missing)
-    try:
+    expect_none(
+        *unmet.attributes(DDP, "no_sync"),
+        *unmet.names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups"),
+        *unmet.names(f"{GROUP}.register_grad_ready", "is_last_microbatch"),
+    )
+    with running("no_sync()"):
         seen = _flags_when_nested(unpatched(module.DistributedDataParallel.no_sync))
-    except Exception as error:
-        return cannot_run("no_sync()", error)
     holding = {place: not any(may_reduce) for place, may_reduce in seen.items()}
     if not (holding["outer"] and holding["inner"] and all(seen["after"])):
         return Verdict(

@@ -18,7 +18,7 @@ Cost      nothing in a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +27,8 @@ from ..._mcore.main_params import children_of
 from ..._mcore.side_table import SideTable
 from ..._python.dotted import find, temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_reads
-from ._param_groups import GROUPS, identity, parts_with_groups
+from .._diagnosis import StandIn, answering_none, expect_none, running, unmet
+from ._param_groups import GROUPS, TOLD_APART_BY
 
 SCHEDULERS = "megatron.core.optimizer_param_scheduler"
 OPTIMIZERS = "megatron.core.optimizer"
@@ -36,35 +36,23 @@ SCHEDULER = "OptimizerParamScheduler"
 FLAG = "override_opt_param_scheduler"
 FP32 = "optimizer.FP32Optimizer"
 CHAINED = "optimizer.ChainedOptimizer"
-RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""Settings that a group may have in place of its scheduler's."""
-TOLD_APART_BY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
-"""Settings by which groups differ, other than their rates."""
-
 OVERRIDES = SideTable()
 """Whether the scheduler of an optimizer overrides what a checkpoint says."""
 
 
 def diagnose_scheduler(module: ModuleType) -> Verdict:
     """Read the real scheduler: it prefers a group's own rate, and knows the flag."""
-    missing = [
-        *missing_reads(f"{SCHEDULERS}:{SCHEDULER}.get_lr", "max_lr", "min_lr"),
-        *missing_reads(f"{SCHEDULERS}:{SCHEDULER}._check_and_set", FLAG),
-    ]
-    return (
-        lacking(missing)
-        if missing
-        else Verdict(NEEDED, "an optimizer does not learn that its scheduler overrides")
+    expect_none(
+        *unmet.reads(f"{SCHEDULERS}:{SCHEDULER}.get_lr", "max_lr", "min_lr"),
+        *unmet.reads(f"{SCHEDULERS}:{SCHEDULER}._check_and_set", FLAG),
     )
+    return Verdict(NEEDED, "an optimizer does not learn that its scheduler overrides")
 
 
 def diagnose_optimizers(module: ModuleType) -> Verdict:
     """Load a group of another rate with the real optimizer."""
-    missing = missing_attributes(OPTIMIZER, "load_state_dict")
-    for owner in (FP32, CHAINED):
-        missing += missing_attributes(f"{OPTIMIZERS}:{owner}", "load_state_dict")
-    if missing:
-        return lacking(missing)
+    for owner in (OPTIMIZER, f"{OPTIMIZERS}:{FP32}", f"{OPTIMIZERS}:{CHAINED}"):
+        expect_none(*unmet.attributes(owner, "load_state_dict"))
     loaded: list[Any] = []
     optimizers = find(module, "optimizer")
     optimizer = object.__new__(answering_none(optimizers.FP32Optimizer))
@@ -73,16 +61,15 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
     vars(optimizer).update({"optimizer": inner})
     state = {"state": {}, GROUPS: [_group(max_lr=2.0)]}
     one_stage = StandIn(get_pipeline_model_parallel_world_size=lambda: 1)  # 0.12 asks, for nothing
-    try:
-        with temporarily_set(optimizers, parallel_state=one_stage):
-            unpatched(optimizers.FP32Optimizer.load_state_dict)(optimizer, state)
+    with running("FP32Optimizer.load_state_dict()"):
+        try:
+            with temporarily_set(optimizers, parallel_state=one_stage):
+                unpatched(optimizers.FP32Optimizer.load_state_dict)(optimizer, state)
+        except ValueError as error:
+            if "max_lr" in str(error):
+                return Verdict(NEEDED, "groups of another learning rate than the checkpoint's are not found")
+            raise
         rate = loaded[0][GROUPS][0]["max_lr"]
-    except ValueError as error:
-        if "max_lr" in str(error):
-            return Verdict(NEEDED, "groups of another learning rate than the checkpoint's are not found")
-        return cannot_run("FP32Optimizer.load_state_dict()", error)
-    except Exception as error:
-        return cannot_run("FP32Optimizer.load_state_dict()", error)
     if rate == 2:
         return Verdict(NEEDED, "an optimizer loads the learning rates that its scheduler is to override")
     if rate == 1:
@@ -106,56 +93,12 @@ def keep_rates(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     def patched_load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         children = list(children_of(self))
         if any(map(OVERRIDES.get, children)):
-            state_dict = _with_rates_of_each(children, state_dict)
+            from ._overridden_rates import with_rates_of_each  # few schedulers override
+
+            state_dict = with_rates_of_each(children, state_dict)
         return load_state_dict(self, state_dict, *args, **kwargs)
 
     return patched_load_state_dict
-
-
-def _with_rates_of_each(children: list[Any], state: Any) -> Any:
-    """Return a copy of a chain's state: that of its only optimizer, or a list or a dictionary of several."""
-    if not isinstance(state, (dict, list)):
-        return state
-    if len(children) == 1:
-        return _with_rates_of(children[0], state)
-    if len(children) != len(state):
-        return state  # Megatron says what is wrong
-    if isinstance(state, dict):
-        order = sorted(state)
-        return {key: _with_rates_of(child, state[key]) for key, child in zip(order, children, strict=True)}
-    return [_with_rates_of(child, of_child) for child, of_child in zip(children, state, strict=True)]
-
-
-def _with_rates_of(child: Any, state: Any) -> Any:
-    if child.optimizer is None or not isinstance(state, dict):
-        return state
-    return _with_rates_of_groups(child.optimizer.param_groups, state)
-
-
-def _with_rates_of_groups(groups: Iterable[dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of an optimizer's state whose groups have the rates of these."""
-    if GROUPS not in state:
-        return {**state, **{key: _with_rates_of_groups(groups, state[key]) for key in parts_with_groups(state)}}
-    own = _alone(groups)
-    saved = _alone(state[GROUPS])
-    return {**state, GROUPS: [_with_rates(group, own, saved) for group in state[GROUPS]]}
-
-
-def _with_rates(group: dict[str, Any], own: dict[Any, Any], saved: dict[Any, Any]) -> dict[str, Any]:
-    key = identity(group, TOLD_APART_BY)
-    if own.get(key) is None or saved.get(key) is None:
-        return group
-    rates = {name: own[key][name] for name in RATES if name in own[key]}
-    return {**{name: value for name, value in group.items() if name not in RATES}, **rates}
-
-
-def _alone(groups: Iterable[dict[str, Any]]) -> dict[Any, Any]:
-    """Return the groups by identity; None where several have the same."""
-    found: dict[Any, Any] = {}
-    for group in groups:
-        key = identity(group, TOLD_APART_BY)
-        found[key] = None if key in found else group
-    return found
 
 
 def _group(**rates: float) -> dict[str, Any]:

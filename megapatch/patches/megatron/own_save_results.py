@@ -25,7 +25,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import StandIn, cannot_run, lacking, missing_names, missing_reads, with_globals
+from .._diagnosis import StandIn, expect_none, running, unmet, with_globals
 
 MEGATRON = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
@@ -71,20 +71,16 @@ def diagnose(module: ModuleType) -> Verdict:
     """Prepare two saves of one object with the real code, with a made-up manager in place of a new process."""
     writer = f"{module.__name__}:{WRITER}"
     getters = [name for name in GETTERS if hasattr(module, name)]
-    missing = [
-        *missing_names(f"{writer}.prepare_write_data", QUEUE),
-        *missing_reads(f"{writer}.get_save_function_and_args", QUEUE),
-        *missing_reads(f"{writer}.retrieve_write_results", QUEUE, "get_nowait"),
+    expect_none(
+        *unmet.names(f"{writer}.prepare_write_data", QUEUE),
+        *unmet.reads(f"{writer}.get_save_function_and_args", QUEUE),
+        *unmet.reads(f"{writer}.retrieve_write_results", QUEUE, "get_nowait"),
         *([] if getters else [f"{module.__name__}:{' or '.join(GETTERS)}"]),
         # Else the diagnosis could start a real process.
-        *(text for name in getters for text in missing_reads(f"{module.__name__}:{name}", "mp", COMMON)),
-    ]
-    if missing:
-        return lacking(missing)
-    try:
+        *(text for name in getters for text in unmet.reads(f"{module.__name__}:{name}", "mp", COMMON)),
+    )
+    with running("prepare_write_data()"):
         first, second = _queues_of_two(module, getters)
-    except Exception as error:
-        return cannot_run("prepare_write_data()", error)
     if not isinstance(first, _Made) or not isinstance(second, _Made):
         return Verdict(UNKNOWN, "expected a save to take its results from a queue of a manager; it does not")
     if first is second:

@@ -51,7 +51,7 @@ from ..._mcore.bucket_groups import (
 )
 from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import cannot_run, lacking, missing_names, resolve
+from .._diagnosis import expect_none, resolve, running, unmet
 from ._stand_ins import FINISH, events_of_step
 
 MODULE = "megatron.core.distributed"
@@ -62,20 +62,16 @@ _chunks_in_line = SideTable()
 
 def diagnose(module: ModuleType) -> Verdict:
     """Run the real bucket group's methods with a parameter that gets no gradient, on a stand-in."""
-    missing = [
-        *missing_names(f"{GROUP}.__init__", "params", "grad_reduce_handle"),
-        *missing_names(f"{GROUP}.register_grad_ready", "start_grad_sync"),
-        *missing_names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups"),
-        *missing_names(f"{DDP}.finish_grad_sync", "bucket_groups", "finish_grad_sync"),
-        *missing_names(f"{DDP}.zero_grad_buffer", "bucket_groups", "reset"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.names(f"{GROUP}.__init__", "params", "grad_reduce_handle"),
+        *unmet.names(f"{GROUP}.register_grad_ready", "start_grad_sync"),
+        *unmet.names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups"),
+        *unmet.names(f"{DDP}.finish_grad_sync", "bucket_groups", "finish_grad_sync"),
+        *unmet.names(f"{DDP}.zero_grad_buffer", "bucket_groups", "reset"),
+    )
     group = resolve(GROUP)
-    try:
+    with running("the bucket group's methods"):
         usual, unused = events_of_step(group, 1, 1), events_of_step(group, 1, 1, unused=True)
-    except Exception as error:
-        return cannot_run("the bucket group's methods", error)
     if usual != ["pass 1"]:
         return Verdict(
             UNKNOWN, f"expected a bucket group to be reduced in the backward pass; found {usual or 'no reduce'}"

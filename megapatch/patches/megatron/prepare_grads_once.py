@@ -31,7 +31,7 @@ from typing import Any
 from ..._mcore.side_table import SideTable
 from ..._python.dotted import find
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, cannot_run, lacking, missing_attributes
+from .._diagnosis import StandIn, expect_none, running, unmet
 
 MODULE = "megatron.core.optimizer"
 MIXED = "optimizer.MixedPrecisionOptimizer"
@@ -48,17 +48,10 @@ _discards = 0
 
 def diagnose(module: ModuleType) -> Verdict:
     """Prepare the gradients of a stand-in with the real methods, and again with each call that does so."""
-    missing = [
-        name
-        for path in PATCH.sites[0].replace
-        for name in missing_attributes(f"{MODULE}:{path.rpartition('.')[0]}", path.rpartition(".")[2])
-    ]
-    if missing:
-        return lacking(missing)
-    try:
+    for owner, _, name in (path.rpartition(".") for path in PATCH.sites[0].replace):
+        expect_none(*unmet.attributes(f"{MODULE}:{owner}", name))
+    with running("prepare_grads() and step()"):
         counts = _unscale_counts(find(module, "optimizer"))
-    except Exception as error:
-        return cannot_run("prepare_grads() and step()", error)
     if set(counts.values()) == {1}:
         return Verdict(FIXED, "gradients that are prepared are not unscaled again")
     if set(counts.values()) == {2}:

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import gone, lacking, missing_attributes, missing_reads
+from .._diagnosis import expect_none, unmet
 from . import _loads
 from ._loads import BRIDGE, FLAG, LOAD, MEGATRON, RECOVERY, Call, Read, Source, call_bridge, call_megatron
 
@@ -36,13 +36,8 @@ _source: ContextVar[Source] = ContextVar("_source", default=(None, None))
 
 def diagnose(begins: str, call: Call, module: ModuleType) -> Verdict:
     """Run the real load_checkpoint() up to the load, where there is a checkpoint for recovery."""
-    if missing := missing_attributes(f"{module.__name__}:", EXISTS):
-        return lacking(missing)
-    found = [_loads.flag_of(LOAD, begins, call, module, recovery) for recovery in (False, True)]
-    for each in found:
-        if isinstance(each, Verdict):
-            return each
-    (pretrained, _), (recovered, _) = found
+    expect_none(*unmet.attributes(f"{module.__name__}:", EXISTS))
+    pretrained, recovered = (_loads.flag_of(LOAD, begins, call, module, each)[0] for each in (False, True))
     if pretrained is not True:
         return Verdict(UNKNOWN, f"expected {LOAD}() to set {FLAG} where it starts from the pretrained checkpoint")
     if recovered:
@@ -52,12 +47,10 @@ def diagnose(begins: str, call: Call, module: ModuleType) -> Verdict:
 
 def diagnose_setup(module: ModuleType) -> Verdict:
     """Look at what the real setup() asks: it builds the model."""
-    if not hasattr(module, SETUP):
-        return gone(SETUP, module)
+    expect_none(*unmet.attributes(f"{module.__name__}:", SETUP))
     if hasattr(module, FOUND):
         return Verdict(FIXED, f"{SETUP}() looks for a checkpoint for recovery")
-    if missing := missing_reads(f"{module.__name__}:{SETUP}", EXISTS):
-        return lacking(missing)
+    expect_none(*unmet.reads(f"{module.__name__}:{SETUP}", EXISTS))
     return Verdict(NEEDED, f"{SETUP}() looks for no checkpoint for recovery")
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from ..._mcore.known import NN_MODULE, arguments_of, is_a
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, before_release, cannot_run, gone
+from .._diagnosis import StandIn, before_release, gone, running
 
 MODULE = "megatron.core.resharding.refit"
 KEY = "_build_plan_cache_key"
@@ -52,11 +52,9 @@ def diagnose(module: ModuleType) -> Verdict:
         return gone(KEY, module, before_release("megatron-core", "0.17"))
     group = StandIn(rank=lambda: 0, size=lambda: 1)
     pairs = [(_core(layers), _core(layers)) for layers in (2, 2, 4)]  # all alive: an id is one model's
-    try:
+    with running(f"{KEY}()"):
         two, again, four = (make(*pair, None, group=group) for pair in pairs)
         with_experts = make(*pairs[0], 8, group=group)
-    except Exception as error:
-        return cannot_run(f"{KEY}()", error)
     if two == with_experts:
         return Verdict(UNKNOWN, f"expected {KEY}() to tell numbers of experts apart")
     if two != again:

@@ -28,7 +28,7 @@ from typing import Any
 
 from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_names
+from .._diagnosis import StandIn, answering_none, expect_none, running, unmet
 from ._stand_ins import hybrid_with_copy
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
@@ -41,13 +41,11 @@ FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
 def diagnose(module: ModuleType) -> Verdict:
     """Let the real method reload one parameter in fp32, of which a made-up optimizer has a copy on the CPU."""
     copy = f"{MODULE}:DistributedOptimizer._copy_model_params_to_main_params"
-    missing = [
-        *missing_names(copy, HYBRID),
-        *missing_names(f"{MODULE}:{HYBRID}._init_sub_optimizers", INNER),
-        *missing_attributes(f"{MODULE}:", "torch"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.names(copy, HYBRID),
+        *unmet.names(f"{MODULE}:{HYBRID}._init_sub_optimizers", INNER),
+        *unmet.attributes(f"{MODULE}:", "torch"),
+    )
     parameter, held = module.torch.ones(1), module.torch.zeros(1)
     optimizer = object.__new__(answering_none(module.DistributedOptimizer))
     vars(optimizer).update(
@@ -55,10 +53,8 @@ def diagnose(module: ModuleType) -> Verdict:
         ddp_config=StandIn(**dict.fromkeys(FSDP, False)),
         config=StandIn(use_precision_aware_optimizer=True, use_precision_aware_optimizer_no_fp8_or_ds_fp8=True),
     )
-    try:
+    with running("_copy_model_params_to_main_params()"):
         unpatched(module.DistributedOptimizer._copy_model_params_to_main_params)(optimizer)
-    except Exception as error:
-        return cannot_run("_copy_model_params_to_main_params()", error)
     if held.item() == 1:
         return Verdict(FIXED, "copies on the CPU are updated")
     return Verdict(NEEDED, "copies on the CPU keep the weights from before they were reloaded")

@@ -25,21 +25,14 @@ Cost      one small object a rank in each checkpoint; nothing in training.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import (
-    answering_none,
-    cannot_run,
-    lacking,
-    missing_attributes,
-    missing_names,
-    missing_parameters,
-    missing_reads,
-)
+from .._diagnosis import answering_none, expect_none, running, unmet
 
 MACHINE_MODULE = "megatron.core.rerun_state_machine"
 STATE_DICT = f"{MACHINE_MODULE}:RerunStateMachine.state_dict"
@@ -55,26 +48,21 @@ def diagnose_saving(module: ModuleType) -> Verdict:
 
     With the defect it returns None at once; without it, it starts building the state.
     """
-    missing = [
-        *missing_parameters(STATE_DICT, "data_iterator", "ckpt_format"),
-        *missing_names(STATE_DICT, KEY, "ShardedObject"),
-        *missing_reads(STATE_DICT, "mode", "state"),
-        *missing_attributes(f"{MACHINE_MODULE}:RerunMode", "DISABLED", "VALIDATE_RESULTS"),
-        *missing_attributes(f"{MACHINE_MODULE}:RerunState", "NOT_RUNNING_YET"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.parameters(STATE_DICT, "data_iterator", "ckpt_format"),
+        *unmet.names(STATE_DICT, KEY, "ShardedObject"),
+        *unmet.reads(STATE_DICT, "mode", "state"),
+        *unmet.attributes(f"{MACHINE_MODULE}:RerunMode", "DISABLED", "VALIDATE_RESULTS"),
+        *unmet.attributes(f"{MACHINE_MODULE}:RerunState", "NOT_RUNNING_YET"),
+    )
     machine = object.__new__(answering_none(module.RerunStateMachine))
     machine.mode, machine.state = module.RerunMode.VALIDATE_RESULTS, module.RerunState.NOT_RUNNING_YET
     machine._sanitize_data_iterators = lambda *args: []
     machine.error_injector = SimpleNamespace(state_dict=_build)
-    try:
+    state: Any = {}
+    with running("state_dict()"), contextlib.suppress(_Building):
         state = unpatched(module.RerunStateMachine.state_dict)(machine, None, FORMAT)
-    except _Building:
-        state = {}
-    except Exception as error:
-        return cannot_run("state_dict()", error)
-    no_force = missing_parameters(STATE_DICT, "force")
+    no_force = unmet.parameters(STATE_DICT, "force")
     if state is not None:
         if no_force:
             return Verdict(ABSENT, "this version has always saved the rerun state")
@@ -114,13 +102,11 @@ def always_emit_shard(state_dict: Callable[..., Any]) -> Callable[..., Any]:
 def diagnose_loading(module: ModuleType) -> Verdict:
     """Let the real function report the rerun state's key as the only missing one."""
     report = f"{STRICT_MODULE}:maybe_report_missing_and_unexpected_keys"
-    missing = [
-        *missing_parameters(report, "missing_keys", "unexpected_keys", "raise_error"),
-        *missing_names(f"{STRICT_MODULE}:validate_integrity_and_strict_load", report.partition(":")[2]),
-        *missing_attributes(f"{STRICT_MODULE}:", "CheckpointingException"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.parameters(report, "missing_keys", "unexpected_keys", "raise_error"),
+        *unmet.names(f"{STRICT_MODULE}:validate_integrity_and_strict_load", report.partition(":")[2]),
+        *unmet.attributes(f"{STRICT_MODULE}:", "CheckpointingException"),
+    )
 
     def raises(key: str) -> bool:
         try:
@@ -129,10 +115,8 @@ def diagnose_loading(module: ModuleType) -> Verdict:
             return True
         return False
 
-    try:
+    with running("maybe_report_missing_and_unexpected_keys()"):
         about_others, about_state = raises("some other key"), raises(KEY)
-    except Exception as error:
-        return cannot_run("maybe_report_missing_and_unexpected_keys()", error)
     if not about_others:
         return Verdict(UNKNOWN, "expected missing keys to raise a CheckpointingException, and they do not")
     if about_state:

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes
+from .._diagnosis import answering_none, expect_none, running, unmet
 
 MODULE = "megatron.core.rerun_state_machine"
 MACHINE = f"{MODULE}:RerunStateMachine"
@@ -28,23 +29,17 @@ IN_PLACE = "RERUNNING_IN_PLACE"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Ask a bare machine that has just rerun a step in place."""
-    missing = [
-        *missing_attributes(MACHINE, "should_checkpoint_and_exit"),
-        *missing_attributes(f"{MODULE}:RerunState", IN_PLACE),
-        *missing_attributes(f"{MODULE}:RerunMode", "VALIDATE_RESULTS"),
-        *missing_attributes(f"{MODULE}:logger", "disabled"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.attributes(MACHINE, "should_checkpoint_and_exit"),
+        *unmet.attributes(f"{MODULE}:RerunState", IN_PLACE),
+        *unmet.attributes(f"{MODULE}:RerunMode", "VALIDATE_RESULTS"),
+        *unmet.attributes(f"{MODULE}:logger", "disabled"),
+    )
     machine = object.__new__(answering_none(module.RerunStateMachine))
     machine.mode, machine.state = module.RerunMode.VALIDATE_RESULTS, module.RerunState[IN_PLACE]
-    before, module.logger.disabled = module.logger.disabled, True  # it announces an exit that does not happen
-    try:
+    # It announces an exit that does not happen.
+    with running("should_checkpoint_and_exit()"), temporarily_set(module.logger, disabled=True):
         checkpoint, leave, _ = unpatched(module.RerunStateMachine.should_checkpoint_and_exit)(machine)
-    except Exception as error:
-        return cannot_run("should_checkpoint_and_exit()", error)
-    finally:
-        module.logger.disabled = before
     if not leave:
         return Verdict(UNKNOWN, "expected a fault that its rerun does not repeat to end the job, and it does not")
     if checkpoint:

@@ -35,15 +35,7 @@ from ..._mcore.sharded_leaves import FLAG, NVRX, OBJECT_FIELDS, PLANS, TENSOR_FI
 from ..._mcore.side_table import SideTable
 from ..._python.dotted import find
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import (
-    answering_none,
-    cannot_run,
-    lacking,
-    missing_names,
-    missing_parameters,
-    torch_stand_in,
-    with_globals,
-)
+from .._diagnosis import answering_none, expect_none, running, torch_stand_in, unmet, with_globals
 
 PLANS_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 STRATEGY = f"{PLANS_MODULE}:TorchDistSaveShardedStrategy"
@@ -117,17 +109,13 @@ def redistribute_when_changed(apply_saving_parallelization: Callable[..., Any]) 
 # ------------------------------------------------------------------------------------------ the diagnoses
 def diagnose_plans(module: ModuleType) -> Verdict:
     """Save one structure twice and then another with the real async_save, without planning or writing."""
-    missing = [
-        *missing_names(f"{STRATEGY}.__init__", FLAG, *PLANS, METADATA, REUSE),
-        *missing_parameters(f"{STRATEGY}.async_save", "sharded_state_dict"),
+    expect_none(
+        *unmet.names(f"{STRATEGY}.__init__", FLAG, *PLANS, METADATA, REUSE),
+        *unmet.parameters(f"{STRATEGY}.async_save", "sharded_state_dict"),
         *_missing_fields(module),
-    ]
-    if missing:
-        return lacking(missing)
-    try:
+    )
+    with running("async_save()"):
         again, changed = _plans_reused(module)
-    except Exception as error:
-        return cannot_run("async_save()", error)
     if not again:
         return Verdict(UNKNOWN, "expected the plan to be reused for the same structure, and it is not")
     if changed:
@@ -137,19 +125,15 @@ def diagnose_plans(module: ModuleType) -> Verdict:
 
 def diagnose_distribution(module: ModuleType) -> Verdict:
     """Distribute one structure twice and then another with the real method, without any communication."""
-    missing = [
-        *missing_names(f"{WRAPPER}.__init__", "do_cache_distribution", "cached_distribution"),
-        *missing_parameters(f"{WRAPPER}.apply_saving_parallelization", "sharded_state_dict"),
-        *missing_names(f"{WRAPPER}.save", "apply_saving_parallelization"),
-        *missing_names(f"{WRAPPER}.async_save", "apply_saving_parallelization"),
+    expect_none(
+        *unmet.names(f"{WRAPPER}.__init__", "do_cache_distribution", "cached_distribution"),
+        *unmet.parameters(f"{WRAPPER}.apply_saving_parallelization", "sharded_state_dict"),
+        *unmet.names(f"{WRAPPER}.save", "apply_saving_parallelization"),
+        *unmet.names(f"{WRAPPER}.async_save", "apply_saving_parallelization"),
         *_missing_fields(module),
-    ]
-    if missing:
-        return lacking(missing)
-    try:
+    )
+    with running("apply_saving_parallelization()"):
         made = _distributions_after_each_save(module)
-    except Exception as error:
-        return cannot_run("apply_saving_parallelization()", error)
     if made == [1, 1, 1]:
         return Verdict(NEEDED, "the distribution is reused although the structure has changed")
     if made == [1, 1, 2]:

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import Idle, StandIn, cannot_run, lacking, missing_attributes, torch_stand_in, with_globals
+from .._diagnosis import Idle, StandIn, expect_none, running, torch_stand_in, unmet, with_globals
 
 CALLER, SCHEDULE, REQUEST = "PersistentAsyncCaller", "schedule_async_call", "AsyncRequest"
 QUEUES = ("queue", "_persistent_queue")
@@ -31,21 +31,16 @@ QUEUES = ("queue", "_persistent_queue")
 
 def diagnose(module: ModuleType) -> Verdict:
     """Run the real function on a stand-in, and look at the request that it hands over."""
-    names = [name for name in (CALLER, REQUEST) if not hasattr(module, name)]
-    if missing := [f"{module.__name__}:{name}" for name in names]:
-        return lacking(missing)
-    if missing := missing_attributes(f"{module.__name__}:{CALLER}", SCHEDULE):
-        return lacking(missing)
+    expect_none(*(f"{module.__name__}:{name}" for name in (CALLER, REQUEST) if not hasattr(module, name)))
+    expect_none(*unmet.attributes(f"{module.__name__}:{CALLER}", SCHEDULE))
     put: list[Any] = []
     tensor = sys.modules["torch"].zeros(1)
     schedule = getattr(getattr(module, CALLER), SCHEDULE)
     stand_in = torch_stand_in(distributed=StandIn(get_rank=lambda: 0))
-    try:
+    with running(f"{SCHEDULE}()"):
         request = getattr(module, REQUEST)(len, (), [], preload_fn=functools.partial(len, [tensor]))
         with_globals(schedule, torch=stand_in)(caller_of(put.append), request)
         ((found,),) = [each.preload_fn.args[0] for each in put]
-    except Exception as error:
-        return cannot_run(f"{SCHEDULE}()", error)
     if not hasattr(found, "untyped_storage"):
         return Verdict(UNKNOWN, f"expected {SCHEDULE}() to hand over tensors")
     if found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():

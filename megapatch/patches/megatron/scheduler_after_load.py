@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes
+from .._diagnosis import StandIn, answering_none, expect_none, running, unmet
 
 MODULE = "megatron.core.optimizer_param_scheduler"
 SCHEDULER = "OptimizerParamScheduler"
@@ -41,12 +41,9 @@ RATES = ("lr", "weight_decay")
 
 def diagnose(module: ModuleType) -> Verdict:
     """Load a state of 5 steps into the real scheduler, which is at 3."""
-    if missing := missing_attributes(f"{MODULE}:{SCHEDULER}", "load_state_dict", "state_dict", "step"):
-        return lacking(missing)
-    try:
+    expect_none(*unmet.attributes(f"{MODULE}:{SCHEDULER}", "load_state_dict", "state_dict", "step"))
+    with running(f"{SCHEDULER}.load_state_dict()"):
         (new, at_once), (used, _) = (_after_a_load(getattr(module, SCHEDULER), steps) for steps in (0, 3))
-    except Exception as error:
-        return cannot_run(f"{SCHEDULER}.load_state_dict()", error)
     if (new, used) not in ((5, 5), (5, 8)):
         return Verdict(UNKNOWN, f"expected to load 5 steps as 5 or, after 3 steps, as 8; found {new} and {used}")
     if used == 8:

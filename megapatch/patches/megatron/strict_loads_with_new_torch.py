@@ -23,7 +23,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import answering_none, expect_none, running, unmet
 
 MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 STRATEGY = f"{MODULE}:TorchDistLoadShardedStrategy"
@@ -39,14 +39,12 @@ def diagnose(module: ModuleType) -> Verdict:
     The verdict does not depend on the torch that is here; with an older one the patch has nothing to do.
     """
     method = f"{STRATEGY}.load_tensors_metadata"
-    missing = [
-        *missing_parameters(method, "checkpoint_dir", "metadata"),
-        *missing_parameters(f"{STRATEGY}.load_sharded_metadata", "checkpoint_dir"),
-        *missing_names(f"{STRATEGY}.load_sharded_metadata", "load_tensors_metadata"),
-        *missing_attributes(f"{MODULE}:", "FileSystemReader", "TensorStorageMetadata", "torch"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.parameters(method, "checkpoint_dir", "metadata"),
+        *unmet.parameters(f"{STRATEGY}.load_sharded_metadata", "checkpoint_dir"),
+        *unmet.names(f"{STRATEGY}.load_sharded_metadata", "load_tensors_metadata"),
+        *unmet.attributes(f"{MODULE}:", "FileSystemReader", "TensorStorageMetadata", "torch"),
+    )
     torch = module.torch
     known = {
         "dtype": torch.float32,
@@ -62,18 +60,16 @@ def diagnose(module: ModuleType) -> Verdict:
         strategy = object.__new__(answering_none(module.TorchDistLoadShardedStrategy))
         return unpatched(module.TorchDistLoadShardedStrategy.load_tensors_metadata)(strategy, "", metadata)
 
-    try:
+    with running("load_tensors_metadata()"):
         loaded = list(load(**known))
-    except Exception as error:
-        return cannot_run("load_tensors_metadata()", error)
     if loaded != ["made up"]:
         return Verdict(UNKNOWN, f"expected load_tensors_metadata() to return one tensor; it returns {len(loaded)}")
-    try:
-        load(**known, strides=(1,))
-    except TypeError:
-        return Verdict(NEEDED, "torch.empty() gets strides, which torch keeps from 2.14 on and it does not take")
-    except Exception as error:
-        return cannot_run("load_tensors_metadata()", error)
+    needed = "torch.empty() gets strides, which torch keeps from 2.14 on and it does not take"
+    with running("load_tensors_metadata()"):
+        try:
+            load(**known, strides=(1,))
+        except TypeError:
+            return Verdict(NEEDED, needed)
     return Verdict(FIXED, "load_tensors_metadata() does not pass strides on")
 
 

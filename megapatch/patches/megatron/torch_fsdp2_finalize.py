@@ -18,7 +18,7 @@ from typing import Any
 
 from ..._mcore.bucket_groups import DDP
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import answering_none, expect_none, running, unmet
 
 MODULE = "megatron.core.distributed"
 FSDP2 = "TorchFullyShardedDataParallel"
@@ -29,21 +29,18 @@ KEYWORD = "force_all_reduce"
 
 def diagnose(package: ModuleType) -> Verdict:
     """Call the real method, which has nothing to do, as Megatron's finalize_model_grads() does."""
-    if missing := [
-        *missing_names(FINALIZE, "finish_grad_sync"),
-        *missing_attributes(f"{MODULE}:{FSDP2}", "finish_grad_sync"),
-    ]:
-        return lacking(missing)
-    if missing := missing_names(FINALIZE, KEYWORD):
-        if missing_parameters(f"{DDP}.finish_grad_sync", KEYWORD):
+    expect_none(
+        *unmet.names(FINALIZE, "finish_grad_sync"),
+        *unmet.attributes(f"{MODULE}:{FSDP2}", "finish_grad_sync"),
+    )
+    if missing := unmet.names(FINALIZE, KEYWORD):
+        if unmet.parameters(f"{DDP}.finish_grad_sync", KEYWORD):
             return Verdict(ABSENT, f"gradients are finalized without {KEYWORD}")
-        return lacking(missing)
+        expect_none(*missing)
     fsdp2 = object.__new__(answering_none(package.TorchFullyShardedDataParallel))
     finish_grad_sync = unpatched(package.TorchFullyShardedDataParallel.finish_grad_sync)
-    try:
+    with running("finish_grad_sync()"):
         finish_grad_sync(fsdp2)
-    except Exception as error:
-        return cannot_run("finish_grad_sync()", error)
     try:
         finish_grad_sync(fsdp2, **{KEYWORD: False})
     except TypeError:

@@ -20,73 +20,39 @@ Cost      a look at the folder and at a small file in each removal, on rank 0.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
-from ..._mcore.known import arguments_of
-from ..._python.dotted import find
 from ..._ranks import place
-from ...patch import FIXED, NEEDED, UNKNOWN, UNSUPPORTED, Patch, Site, Verdict
-from .._diagnosis import (
-    codes_of,
-    gone,
-    lacking,
-    missing_attributes,
-    missing_parameters,
-    missing_reads,
-    most_urgent,
-)
+from ...patch import FIXED, NEEDED, UNSUPPORTED, Patch, Site, Verdict
+from .._diagnosis import expect_none, most_urgent, unmet
 
-BRIDGE = "megatron.bridge.training.checkpointing"
 REMOVE, KEEP = "cleanup_old_non_persistent_checkpoint", "leave_ckpt_num"
-SAVE, COUNTERS, FINALIZE = "save_checkpoint", "train_state", "train_state_finalize_fn"
 TRACKER, PREFIX = "get_checkpoint_tracker_filename", "iter_"
-OWN = "train_state_global_filename"
 
 
 def diagnose(module: ModuleType) -> Verdict:
     """Look at what the real function takes: it removes folders."""
-    if not hasattr(module, REMOVE):
-        return gone(REMOVE, module)
+    expect_none(*unmet.attributes(f"{module.__name__}:", REMOVE))
     path = f"{module.__name__}:{REMOVE}"
-    missing = [*missing_attributes(f"{module.__name__}:", TRACKER), *missing_reads(path, "rglob", PREFIX)]
-    if missing := [*missing, *missing_parameters(path, "save_dir", KEEP)]:
-        return lacking(missing)
-    if not missing_parameters(path, "max_iteration"):
+    expect_none(
+        *unmet.attributes(f"{module.__name__}:", TRACKER),
+        *unmet.reads(path, "rglob", PREFIX),
+        *unmet.parameters(path, "save_dir", KEEP),
+    )
+    if not unmet.parameters(path, "max_iteration"):
         return Verdict(FIXED, f"{REMOVE}() takes the newest complete checkpoint")
     return Verdict(NEEDED, f"{REMOVE}() keeps the newest folders, complete or not")
 
 
-def diagnose_tracker(module: ModuleType) -> Verdict:
-    """Look at the function that finalizes a save, where the real save_checkpoint() makes it."""
-    if not hasattr(module, SAVE):
-        return gone(SAVE, module)
-    path = f"{module.__name__}:{SAVE}"
-    if missing := [*missing_parameters(path, "state"), *missing_reads(path, COUNTERS)]:
-        return lacking(missing)
-    made = [
-        part for code in codes_of(getattr(module, SAVE)) for part in code.co_consts if isinstance(part, CodeType)
-    ]
-    named = [code.co_freevars for code in made if code.co_name == FINALIZE]
-    finalizes = [names for names in named if "tracker_filename" in names]
-    if not finalizes and any(OWN in names for names in named) and missing_reads(path, TRACKER):
-        return Verdict(UNSUPPORTED, "the tracker is Bridge's own file alone, which is not read")
-    if not finalizes:
-        return Verdict(UNKNOWN, f"expected {SAVE}() to write the tracker in {FINALIZE}()")
-    if any(COUNTERS in names for names in finalizes):
-        return Verdict(NEEDED, "the tracker names the step at which a save is finalized")
-    return Verdict(FIXED, "the tracker names the step that was saved")
-
-
 def diagnose_bridge(module: ModuleType) -> Verdict:
     """Say what most needs attention of both."""
-    tracker = diagnose_tracker(module)
+    tracker = _of_bridge("diagnose_tracker", module)
     return tracker if tracker.kind is UNSUPPORTED else most_urgent(tracker, diagnose(module))
 
 
@@ -127,24 +93,11 @@ def _from_tracked_on(folder: Path, tracker: Path) -> int:
     return sum(step >= tracked for step in steps)
 
 
-def save_a_copy_of_the_counters(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(save_checkpoint)
-    is_needed = diagnose_tracker(sys.modules[save_checkpoint.__module__]).kind is NEEDED
+def _of_bridge(name: str, found: Any) -> Any:
+    """Call a function of the module for Megatron-Bridge, which is loaded only then: few have Bridge."""
+    from . import _tracked_checkpoint_of_bridge
 
-    @functools.wraps(save_checkpoint)
-    def patched_save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        state = arguments_of(signature, args, kwargs).get("state")
-        counters = find(state, COUNTERS)
-        if not is_needed or counters is None or not find(state, "cfg.checkpoint.async_save"):
-            return save_checkpoint(*args, **kwargs)
-        state.train_state = copied = copy.copy(counters)
-        try:
-            return save_checkpoint(*args, **kwargs)
-        finally:
-            if state.train_state is copied:
-                state.train_state = counters
-
-    return patched_save_checkpoint
+    return getattr(_tracked_checkpoint_of_bridge, name)(found)
 
 
 PATCH = Patch(
@@ -153,6 +106,13 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4678",
     sites=(
         Site("megatron.training.checkpointing", diagnose, replace={REMOVE: keep_the_tracked}),
-        Site(BRIDGE, diagnose_bridge, replace={REMOVE: keep_the_tracked, SAVE: save_a_copy_of_the_counters}),
+        Site(
+            "megatron.bridge.training.checkpointing",
+            diagnose_bridge,
+            replace={
+                REMOVE: keep_the_tracked,
+                "save_checkpoint": functools.partial(_of_bridge, "save_a_copy_of_the_counters"),
+            },
+        ),
     ),
 )

@@ -68,7 +68,7 @@ from typing import Any
 from ..._mcore.known import CONFIG, arguments_of, is_a, is_model
 from ..._mcore.rerun_machine import rewind_interrupted_step
 from ...patch import NEEDED, Patch, Site, Verdict
-from .._diagnosis import gone, lacking, missing_attributes, missing_names, missing_parameters, missing_reads
+from .._diagnosis import expect_none, unmet
 from ._around_train import (
     INTERVAL_TIMER,
     NO_SYNC_ASSERTION,
@@ -88,21 +88,18 @@ MODULE = "megatron.training.training"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real function: running it needs a process group, a model and half of Megatron's globals."""
-    if not hasattr(module, "train"):
-        return gone("train", module)
+    expect_none(*unmet.attributes(f"{MODULE}:", "train"))
     train = f"{MODULE}:train"
-    missing = [
-        *missing_parameters(train, "model", "config"),
-        *missing_parameters(f"{MODULE}:train_step", "model", "optimizer"),
-        *missing_parameters(f"{MODULE}:evaluate", "model"),
-        *missing_names(f"{MODULE}:evaluate", "get_rerun_state_machine", "set_mode", "eval"),
-        *missing_reads(train, "no_sync_func"),
-        *missing_names(train, NO_SYNC_ASSERTION, INTERVAL_TIMER),
-        *missing_attributes(f"{MODULE}:", "get_timers", "get_rerun_state_machine"),
+    expect_none(
+        *unmet.parameters(train, "model", "config"),
+        *unmet.parameters(f"{MODULE}:train_step", "model", "optimizer"),
+        *unmet.parameters(f"{MODULE}:evaluate", "model"),
+        *unmet.names(f"{MODULE}:evaluate", "get_rerun_state_machine", "set_mode", "eval"),
+        *unmet.reads(train, "no_sync_func"),
+        *unmet.names(train, NO_SYNC_ASSERTION, INTERVAL_TIMER),
+        *unmet.attributes(f"{MODULE}:", "get_timers", "get_rerun_state_machine"),
         *missing_of_timers_and_machine(),
-    ]
-    if missing:
-        return lacking(missing)
+    )
     return Verdict(
         NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and never stops the {INTERVAL_TIMER} timer it starts"
     )

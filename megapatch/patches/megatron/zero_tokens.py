@@ -18,6 +18,7 @@ Cost      a small kernel for each microbatch, without synchronization.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -25,7 +26,7 @@ from typing import Any
 
 from ..._mcore.known import CONFIG, is_a
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import expect_none, running, unmet
 from ._schedules import MODULE, PACKAGE, one_microbatch
 
 FORWARD_STEP = f"{MODULE}:forward_step"
@@ -33,28 +34,14 @@ FORWARD_STEP = f"{MODULE}:forward_step"
 
 def diagnose(package: ModuleType) -> Verdict:
     """Let the real code take the loss of a microbatch without tokens."""
-    missing = [
-        *missing_attributes(f"{MODULE}:", "torch"),
-        *missing_parameters(
-            FORWARD_STEP,
-            "forward_step_func",
-            "data_iterator",
-            "model",
-            "num_microbatches",
-            "input_tensor",
-            "forward_data_store",
-            "config",
-        ),
-    ]
-    if missing:
-        return lacking(missing)
-    try:
+    expect_none(
+        *unmet.attributes(f"{MODULE}:", "torch"),
+        *unmet.parameters(FORWARD_STEP, "forward_step_func", "config"),
+    )
+    with running("the loss of a microbatch"):
         loss = one_microbatch(package.schedules, num_tokens=0, cp_size=1).loss
-    except Exception as error:
-        return cannot_run("the loss of a microbatch", error)
     if math.isnan(loss):
-        if missing := _not_passed_on(package.schedules):
-            return lacking(missing)
+        expect_none(*_not_passed_on(package.schedules))
         return Verdict(NEEDED, "a microbatch without tokens has a loss of NaN")
     if loss == 0:
         return Verdict(FIXED, "a microbatch without tokens has a loss of 0")
@@ -64,35 +51,18 @@ def diagnose(package: ModuleType) -> Verdict:
 def _not_passed_on(schedules: ModuleType) -> list[str]:
     """Return the function that gets the loss function from 0.14 on, if forward_step() does not mention it."""
     name = "forward_step_calc_loss"
-    return missing_names(FORWARD_STEP, name) if hasattr(schedules, name) else []
+    return unmet.names(FORWARD_STEP, name) if hasattr(schedules, name) else []
 
 
 def count_one_token_at_least(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    place = list(inspect.signature(forward_step).parameters).index("config") - 1
+
     @functools.wraps(forward_step)
-    def patched_forward_step(
-        forward_step_func: Callable[..., Any],
-        data_iterator: Any,
-        model: Any,
-        num_microbatches: Any,
-        input_tensor: Any,
-        forward_data_store: Any,
-        config: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def patched_forward_step(forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        config: Any = kwargs.get("config", args[place] if len(args) > place else None)
         divides = is_a(config, CONFIG) and not config.calculate_per_token_loss
         function = _with_tokens(forward_step_func) if divides else forward_step_func
-        return forward_step(
-            function,
-            data_iterator,
-            model,
-            num_microbatches,
-            input_tensor,
-            forward_data_store,
-            config,
-            *args,
-            **kwargs,
-        )
+        return forward_step(function, *args, **kwargs)
 
     return patched_forward_step
 

@@ -27,7 +27,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, cannot_run, lacking, missing_names, missing_parameters, with_globals
+from .._diagnosis import StandIn, expect_none, running, unmet, with_globals
 from .._overflow import leave_overflows_to_optimizer, overflow_answered
 
 WRAP_MODULE = "swift.megatron.utils.megatron_lm_utils"
@@ -42,10 +42,8 @@ REDUCE = "reduce_max_stat_across_model_parallel_group"
 def diagnose_check(module: ModuleType) -> Verdict:
     """Read the real function: running it takes a GPU."""
     path = f"{module.__name__}:{WRAP}"
-    missing = [*missing_parameters(path, "args", "models"), *missing_names(path, "ddp_config", "fp16")]
-    if missing:
-        return lacking(missing)
-    if missing_names(path, CHECK):
+    expect_none(*unmet.parameters(path, "args", "models"), *unmet.names(path, "ddp_config", "fp16"))
+    if unmet.names(path, CHECK):
         return Verdict(FIXED, f"{WRAP}() leaves {CHECK} off")
     # kwargs["check_for_nan_in_grad"] = True
     found = list(dis.get_instructions(inspect.unwrap(unpatched(getattr(module, WRAP)))))
@@ -70,20 +68,18 @@ def leave_overflows_to_the_optimizer(wrap_model: Callable[..., Any]) -> Callable
 def diagnose_step(module: ModuleType) -> Verdict:
     """Read the real step, and pass an overflow's norm to the function that it calls, without torch."""
     path = f"{module.__name__}:{STEP}"
-    if missing := missing_names(path, "optimizer", "step", REDUCE):
-        return lacking(missing)
+    expect_none(*unmet.names(path, "optimizer", "step", REDUCE))
     torch = StandIn(
         tensor=lambda values, **ignored: SimpleNamespace(item=functools.partial(float, values[0])),
         cuda=StandIn(current_device=_nothing),
         distributed=StandIn(all_reduce=_nothing, ReduceOp=StandIn()),
     )
     mpu = StandIn(get_model_parallel_group=_nothing)
-    try:
-        with_globals(getattr(module, REDUCE), torch=torch, mpu=mpu, get_current_device=_nothing)(None)
-    except TypeError:
-        return Verdict(NEEDED, "an fp16 overflow, whose gradient norm is None, ends the job")
-    except Exception as error:
-        return cannot_run(REDUCE, error)
+    with running(REDUCE):
+        try:
+            with_globals(getattr(module, REDUCE), torch=torch, mpu=mpu, get_current_device=_nothing)(None)
+        except TypeError:
+            return Verdict(NEEDED, "an fp16 overflow, whose gradient norm is None, ends the job")
     return Verdict(FIXED, f"{REDUCE}() accepts None")
 
 

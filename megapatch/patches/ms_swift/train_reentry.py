@@ -28,7 +28,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, UNSUPPORTED, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, cannot_run, gone, lacking, missing_attributes, missing_names
+from .._diagnosis import StandIn, expect_none, gone, running, unmet
 from ..megatron._around_train import finish_earlier_call, is_own_no_sync
 
 MODULE = "swift.megatron.trainers.base"
@@ -46,17 +46,14 @@ def diagnose(module: ModuleType) -> Verdict:
         return gone(TRAINER, module)
     path = f"{module.__name__}:{TRAINER}"
     if not hasattr(trainer, SETUP):
-        if missing := missing_names(f"{path}.train", "no_sync_func"):
-            return lacking(missing)
+        expect_none(*unmet.names(f"{path}.train", "no_sync_func"))
         return Verdict(UNSUPPORTED, f"this version's train() sets the hooks itself; it has no {SETUP}()")
-    missing = [
-        *missing_attributes(f"{module.__name__}:", "DDP"),
-        *missing_names(f"{path}.{SETUP}", "wrapped_models", "config", "no_sync_func", "disable_forward_pre_hook"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.attributes(f"{module.__name__}:", "DDP"),
+        *unmet.names(f"{path}.{SETUP}", "wrapped_models", "config", "no_sync_func", "disable_forward_pre_hook"),
+    )
     stand_in, setup = _stand_in(module.DDP), unpatched(getattr(trainer, SETUP))
-    try:
+    with running(SETUP):
         setup(stand_in)
         if not callable(stand_in.config.no_sync_func):
             return Verdict(UNKNOWN, f"expected {SETUP}() to set no_sync_func for overlap_grad_reduce")
@@ -64,8 +61,6 @@ def diagnose(module: ModuleType) -> Verdict:
             setup(stand_in)
         except AssertionError:
             return Verdict(NEEDED, f"with overlap_grad_reduce {SETUP}() fails at its second call")
-    except Exception as error:
-        return cannot_run(SETUP, error)
     return Verdict(FIXED, f"{SETUP}() can be called again")
 
 

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, UNSUPPORTED, Verdict, unpatched
-from .._diagnosis import codes_of, gone, lacking
+from .._diagnosis import codes_of, expect_none, gone
 from .._ray_actors import class_of
 
 MODULE = "nemo_rl.models.policy.workers.megatron_policy_worker"
@@ -78,9 +78,7 @@ def settled_by_upstream(worker: type) -> Verdict | None:
     """Return the verdict where the worker has a split train step without us; None where it has none."""
     if not has_own_split_step(worker):
         return None
-    missing = [method for method in SPLIT_STEP if not has_own(worker, method)]
-    if missing:
-        return lacking([f"{worker.__name__}.{method}" for method in missing])
+    expect_none(*(f"{worker.__name__}.{method}" for method in SPLIT_STEP if not has_own(worker, method)))
     return Verdict(FIXED, f"{worker.__name__} has begin_train_step")
 
 

@@ -25,7 +25,7 @@ from ..._mcore.bucket_groups import chunks_of
 from ..._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
 from ..._mcore.step_state import COUNTS, StepState
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes
+from .._diagnosis import expect_none, unmet
 from .._ray_actors import actors_of
 from ._workers import MODULE, SPLIT_STEP, WORKER, has_own_split_step, is_open, names_in, no_worker
 
@@ -47,9 +47,7 @@ def diagnose(module: ModuleType) -> Verdict:
         if mentioned & {"reset_model_temporary_tensors", *COUNTS}:
             return Verdict(FIXED, "abort_train_step mentions the rerun state machine and the routers' counts")
         return Verdict(NEEDED, "abort_train_step does not reset the routers' counts")
-    missing = missing_attributes(f"{module.__name__}:{WORKER}", *SPLIT_STEP)
-    if missing:
-        return lacking(missing)
+    expect_none(*unmet.attributes(f"{module.__name__}:{WORKER}", *SPLIT_STEP))
     return Verdict(NEEDED, "abort_train_step does not reset the rerun state machine")
 
 

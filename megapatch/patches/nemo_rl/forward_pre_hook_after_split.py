@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes
+from .._diagnosis import expect_none, unmet
 from .._ray_actors import actors_of
 from ._workers import MODULE, WORKER, has_own_split_step, names_in, no_worker
 
@@ -38,12 +38,13 @@ def diagnose(module: ModuleType) -> Verdict:
     finishing = {"finish_train_step", "_finish_train_step_body"}
     called = set().union(*(names_in(worker, name) for name in finishing))
     if not knowing:
-        return lacking([f"{OFF} in the methods of {WORKER}"])
+        expect_none(f"{OFF} in the methods of {WORKER}")
     if knowing & (finishing | called):
         return Verdict(FIXED, "finish_train_step puts the hooks back")
-    missing = missing_attributes(f"{module.__name__}:{WORKER}", "enable_forward_pre_hook", "finish_train_step")
-    missing += missing_attributes(f"{module.__name__}:", "get_model_config")
-    return lacking(missing) if missing else Verdict(NEEDED, "finish_train_step leaves the hooks off")
+    missing = unmet.attributes(f"{module.__name__}:{WORKER}", "enable_forward_pre_hook", "finish_train_step")
+    missing += unmet.attributes(f"{module.__name__}:", "get_model_config")
+    expect_none(*missing)
+    return Verdict(NEEDED, "finish_train_step leaves the hooks off")
 
 
 def put_hooks_back(worker: Any) -> None:

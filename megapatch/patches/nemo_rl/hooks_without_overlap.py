@@ -24,7 +24,7 @@ from typing import Any
 
 from ..._mcore.known import CONFIG, arguments_of, is_a
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_parameters
+from .._diagnosis import expect_none, running, unmet
 
 MODULES = ("megatron.bridge.training.setup", "nemo.tron.setup")
 UPDATE = "_update_model_config_funcs"
@@ -34,19 +34,15 @@ DDP = "DistributedDataParallel"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Call the real function with an empty DDP and settings without any overlap, and look at the hooks it sets."""
-    missing = [
-        *missing_attributes(f"{module.__name__}:", DDP),
-        *missing_parameters(f"{module.__name__}:{UPDATE}", "model", "model_config", "ddp_config", "optimizer"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.attributes(f"{module.__name__}:", DDP),
+        *unmet.parameters(f"{module.__name__}:{UPDATE}", "model", "model_config", "ddp_config", "optimizer"),
+    )
     found = SimpleNamespace(**dict.fromkeys(HOOKS))
     off = SimpleNamespace(overlap_grad_reduce=False, overlap_param_gather=False, align_param_gather=False)
     ddp = object.__new__(getattr(module, DDP))
-    try:
+    with running(f"{UPDATE}()"):
         unpatched(getattr(module, UPDATE))([ddp], found, off, SimpleNamespace(scale_loss=None))
-    except Exception as error:
-        return cannot_run(f"{UPDATE}()", error)
     made = [name for name in HOOKS if getattr(found, name) is not None]
     if made:
         return Verdict(NEEDED, f"{UPDATE}() sets {' and '.join(made)} though overlap_grad_reduce is off")

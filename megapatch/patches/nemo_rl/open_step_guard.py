@@ -24,7 +24,7 @@ from typing import Any
 from ..._python.dotted import temporarily_set
 from ...errors import MisuseError
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes
+from .._diagnosis import expect_none, unmet
 from .._ray_actors import actors_of
 from ._workers import ACTOR, DTENSOR_WORKERS, MODULE, STATE, WORKER, is_open, names_in, no_worker, takes
 
@@ -48,9 +48,7 @@ def _verdict(module: ModuleType, actor: str, losing: tuple[str, ...], more: tupl
     worker = getattr(module, f"{actor}Impl", None)
     if worker is None:
         return no_worker(module, actor)
-    missing = missing_attributes(f"{module.__name__}:{worker.__name__}", *losing, *more)
-    if missing:
-        return lacking(missing)
+    expect_none(*unmet.attributes(f"{module.__name__}:{worker.__name__}", *losing, *more))
     unguarded = [name for name in losing if STATE not in names_in(worker, name)]
     if unguarded:
         return Verdict(NEEDED, f"not refused while a train step is open: {', '.join(unguarded)}")

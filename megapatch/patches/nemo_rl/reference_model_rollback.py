@@ -24,7 +24,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes
+from .._diagnosis import expect_none, running, unmet
 from .._ray_actors import actors_of, class_of
 from ._workers import ACTOR, DTENSOR_WORKERS, MODULE, no_worker
 
@@ -39,15 +39,13 @@ def diagnose(module: ModuleType) -> Verdict:
     cls = worker or _class_of_actor(getattr(module, actor, None))
     if cls is None:
         return no_worker(module, actor)
-    if worker is not None and (missing := missing_attributes(f"{module.__name__}:{actor}Impl", SWAP)):
-        return lacking(missing)
+    if worker is not None:
+        expect_none(*unmet.attributes(f"{module.__name__}:{actor}Impl", SWAP))
     generator = getattr(unpatched(vars(cls).get(SWAP)), "__wrapped__", None)
     if not isinstance(generator, FunctionType):
         return Verdict(UNKNOWN, f"expected {cls.__name__}.{SWAP} to be made by contextlib.contextmanager")
-    try:
+    with running(f"{SWAP}()"):
         restores = _restores_after_exception(cls, generator)
-    except Exception as error:
-        return cannot_run(f"{SWAP}()", error)
     if restores:
         return Verdict(FIXED, f"{SWAP}() restores the policy's weights after an exception")
     if worker is None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from ...patch import NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes
+from .._diagnosis import expect_none, unmet
 from .._ray_actors import actors_of
 from ._workers import ACTOR, FORKED, MODULE, WORKER, no_worker, settled_by_upstream, split_step_of
 
@@ -42,8 +42,8 @@ def diagnose(module: ModuleType) -> Verdict:
         return no_worker(module)
     if (settled := settled_by_upstream(worker)) is not None:
         return settled
-    missing = missing_attributes(f"{module.__name__}:", ACTOR, *CALLED)
-    return lacking(missing) if missing else Verdict(NEEDED, f"{WORKER} has only train()")
+    expect_none(*unmet.attributes(f"{module.__name__}:", ACTOR, *CALLED))
+    return Verdict(NEEDED, f"{WORKER} has only train()")
 
 
 PATCH = Patch(

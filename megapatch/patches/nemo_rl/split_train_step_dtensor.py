@@ -19,7 +19,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from ...patch import NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes
+from .._diagnosis import expect_none, unmet
 from .._ray_actors import actors_of
 from ._workers import DTENSOR_WORKERS as WORKERS
 from ._workers import names_in, no_worker, settled_by_upstream, split_step_of
@@ -38,9 +38,10 @@ def diagnose(module: ModuleType) -> Verdict:
         return settled
     mentioned = names_in(worker, "train")
     missing = [f"{name} in {worker.__name__}.train" for name in OF_TRAIN if name not in mentioned]
-    missing += missing_attributes(f"{module.__name__}:", actor, "BatchedDataDict")
-    missing += missing or missing_attributes(f"{module.__name__}:BatchedDataDict", *OF_DATA)
-    return lacking(missing) if missing else Verdict(NEEDED, f"{worker.__name__} has only train()")
+    missing += unmet.attributes(f"{module.__name__}:", actor, "BatchedDataDict")
+    missing += missing or unmet.attributes(f"{module.__name__}:BatchedDataDict", *OF_DATA)
+    expect_none(*missing)
+    return Verdict(NEEDED, f"{worker.__name__} has only train()")
 
 
 def site(module: str, actor: str) -> Site:

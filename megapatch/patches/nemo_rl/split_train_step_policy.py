@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNSUPPORTED, Patch, Site, Verdict, unpatched
-from .._diagnosis import gone, lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import expect_none, gone, unmet
 from .._ray_actors import actors_of
 from ._workers import TQ_MODULE, TWINS, has_own, methods_of
 
@@ -52,20 +52,21 @@ def diagnose_policy(module: ModuleType) -> Verdict:
     found = _settled(module, POLICY, "begin_train_step")
     if found is not None:
         return found
-    missing = missing_parameters(f"{path}.train", "data", "loss_fn", "gbs", "mbs")
-    if not missing and missing_parameters(f"{path}.train", "timer"):
+    missing = unmet.parameters(f"{path}.train", "data", "loss_fn", "gbs", "mbs")
+    if not missing and unmet.parameters(f"{path}.train", "timer"):
         return Verdict(UNSUPPORTED, "train() takes no timer: up to v0.5.0 NeMo-RL trains with a fork of Megatron")
-    missing += missing_names(f"{path}.__init__", *OF_POLICY)
+    missing += unmet.names(f"{path}.__init__", *OF_POLICY)
     missing += [] if missing or _knows_twins(module) else [f"the axes {', '.join(TWINS)} in {path}.train"]
-    missing += missing_attributes(path, "prepare_for_lp_inference", "run_all_workers_single_data")
-    missing += missing_parameters(
+    missing += unmet.attributes(path, "prepare_for_lp_inference", "run_all_workers_single_data")
+    missing += unmet.parameters(
         f"{module.__name__}:RayWorkerGroup.run_all_workers_sharded_data",
         "in_sharded_axes",
         "replicate_on_axes",
         "output_is_replicated",
         "common_kwargs",
     )
-    return lacking(missing) if missing else Verdict(NEEDED, f"{POLICY} has only train()")
+    expect_none(*missing)
+    return Verdict(NEEDED, f"{POLICY} has only train()")
 
 
 def diagnose_tq_policy(module: ModuleType) -> Verdict:
@@ -74,18 +75,19 @@ def diagnose_tq_policy(module: ModuleType) -> Verdict:
     if found is not None:
         return found
     path = f"{module.__name__}:{TQ_POLICY}"
-    missing = missing_names(f"{path}.__init__", "dp_client", "_router_replay_enabled")
-    missing += missing_attributes(path, "_stamp_pad_seqlen", "_packing_args")
+    missing = unmet.names(f"{path}.__init__", "dp_client", "_router_replay_enabled")
+    missing += unmet.attributes(path, "_stamp_pad_seqlen", "_packing_args")
     names = ("DP_TRAIN_FIELDS", "fields_with_optional_routed_experts")
-    missing += missing_attributes(f"{module.__name__}:", *names)
-    missing += missing_parameters(
+    missing += unmet.attributes(f"{module.__name__}:", *names)
+    missing += unmet.parameters(
         f"{module.__name__}:shard_meta_for_dp",
         "dp_world",
         "batch_size",
         "sequence_packing_args",
         "dynamic_batching_args",
     )
-    return lacking(missing) if missing else Verdict(NEEDED, f"{TQ_POLICY} has only train_from_meta()")
+    expect_none(*missing)
+    return Verdict(NEEDED, f"{TQ_POLICY} has only train_from_meta()")
 
 
 def diagnose_mixin(module: ModuleType) -> Verdict:
@@ -94,8 +96,8 @@ def diagnose_mixin(module: ModuleType) -> Verdict:
     if found is not None:
         return found
     names = ("_fetch", "_attach_or_repack_pack_metadata", "_is_replica_leader")
-    missing = missing_attributes(f"{module.__name__}:{MIXIN}", *names)
-    return lacking(missing) if missing else Verdict(NEEDED, f"{MIXIN} has only train_presharded()")
+    expect_none(*unmet.attributes(f"{module.__name__}:{MIXIN}", *names))
+    return Verdict(NEEDED, f"{MIXIN} has only train_presharded()")
 
 
 def _knows_twins(module: ModuleType) -> bool:

@@ -29,7 +29,7 @@ from typing import Any
 from ..._pausing.blocking import is_in_loop
 from ..._version import see
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import gone, lacking, missing_parameters
+from .._diagnosis import expect_none, gone, unmet
 
 MODULE = "nemo_rl.weight_sync.interfaces"
 SYNCHRONIZER, SYNC = "WeightSynchronizer", "sync_weights"
@@ -43,14 +43,15 @@ def diagnose(module: ModuleType) -> Verdict:
         return gone(SYNCHRONIZER, module)
     path = f"{MODULE}:{SYNCHRONIZER}.{SYNC}"
     sync = getattr(synchronizer, SYNC, None)
-    if not missing_parameters(path, "version"):
+    if not unmet.parameters(path, "version"):
         return Verdict(FIXED, f"{SYNC}() takes a version")
-    missing = missing_parameters(path, "timer")
+    missing = unmet.parameters(path, "timer")
     if inspect.iscoroutinefunction(sync):
         missing.append(f"{path} as a plain function")
     if vars(synchronizer).get(LOOKUP) not in (None, looked_up):
         missing.append(f"{SYNCHRONIZER} without {LOOKUP}")
-    return lacking(missing) if missing else Verdict(NEEDED, f"{SYNC}() takes no version")
+    expect_none(*missing)
+    return Verdict(NEEDED, f"{SYNC}() takes no version")
 
 
 def looked_up(self: Any, name: str) -> Any:

@@ -37,7 +37,7 @@ from ..._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_
 from ..._mcore.step_state import StepState
 from ..._version import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
+from .._diagnosis import expect_none, running, unmet
 from ._workers import names_in
 
 TRAIN, TIMER = "nemo_rl.models.megatron.train", "nemo_rl.utils.timer"
@@ -48,8 +48,7 @@ logger = logging.getLogger("megapatch")
 
 def diagnose(module: ModuleType) -> Verdict:
     """Look whether the real function, or one within it, mentions the rerun machine."""
-    if missing := missing_parameters(f"{TRAIN}:{FORWARD_BACKWARD}", "model"):
-        return lacking(missing)
+    expect_none(*unmet.parameters(f"{TRAIN}:{FORWARD_BACKWARD}", "model"))
     if any("rerun" in name.lower() for name in names_in(module, FORWARD_BACKWARD)):
         return Verdict(UNKNOWN, f"expected {FORWARD_BACKWARD}() to leave the rerun machine alone; it mentions it")
     return Verdict(NEEDED, f"{FORWARD_BACKWARD}() leaves the rerun machine inside a step that raised")
@@ -57,13 +56,10 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def diagnose_timer(module: ModuleType) -> Verdict:
     """Start a real timer twice."""
-    if missing := missing_names(f"{TIMER}:Timer.start", "_start_times"):
-        return lacking(missing)
-    try:
+    expect_none(*unmet.names(f"{TIMER}:Timer.start", "_start_times"))
+    with running("Timer.start()"):
         timer, start = module.Timer(), unpatched(module.Timer.start)
         start(timer, "megapatch")
-    except Exception as error:
-        return cannot_run("Timer.start()", error)
     try:
         start(timer, "megapatch")
     except ValueError:

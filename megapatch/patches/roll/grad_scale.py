@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import Patch, Site, Verdict
-from .._diagnosis import missing_names
+from .._diagnosis import unmet
 from .._loss_scale import HOOK, diagnose_loss_scale, pass_on_loss_scale
 
 MODULE = "roll.distributed.strategy.megatron_strategy"
@@ -34,7 +34,7 @@ STRATEGY = "MegatronTrainStrategy"
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real method: running it makes a model."""
     path = f"{module.__name__}:{STRATEGY}.initialize"
-    missing = missing_names(path, "finalize_model_grads_func", "models_wrapped", "optimizer")
+    missing = unmet.names(path, "finalize_model_grads_func", "models_wrapped", "optimizer")
     return diagnose_loss_scale(path, missing, f"{STRATEGY} leaves {HOOK} unset")
 
 

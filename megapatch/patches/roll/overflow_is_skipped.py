@@ -26,7 +26,7 @@ from typing import Any
 
 from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import codes_of, lacking, missing_names
+from .._diagnosis import codes_of, expect_none, unmet
 from .._overflow import leave_overflows_to_optimizer, overflow_answered
 
 MODULE = "roll.distributed.strategy.megatron_strategy"
@@ -36,13 +36,11 @@ STRATEGY = "MegatronTrainStrategy"
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real method: running it takes a model."""
     path = f"{module.__name__}:{STRATEGY}"
-    missing = [
-        *missing_names(f"{path}.train_step", "optimizer", "step", "scheduler"),
-        *missing_names(f"{path}.initialize", "models_wrapped", "megatron_train_args", "fp16"),
-    ]
-    if missing:
-        return lacking(missing)
-    if not missing_names(f"{path}.train_step", "NotImplementedError"):
+    expect_none(
+        *unmet.names(f"{path}.train_step", "optimizer", "step", "scheduler"),
+        *unmet.names(f"{path}.initialize", "models_wrapped", "megatron_train_args", "fp16"),
+    )
+    if not unmet.names(f"{path}.train_step", "NotImplementedError"):
         return Verdict(NEEDED, "an fp16 overflow, after which Megatron takes no step, ends the job")
     train_step = getattr(module, STRATEGY).train_step
     instructions = itertools.chain.from_iterable(map(dis.get_instructions, codes_of(train_step)))

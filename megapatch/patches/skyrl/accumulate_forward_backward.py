@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from ..._python.dotted import find, temporarily_set
 from ...errors import MisuseError
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import gone, lacking, missing_names, missing_parameters
+from .._diagnosis import expect_none, gone, unmet
 
 if TYPE_CHECKING:
     from ...train_step import TrainStep  # most processes that import this have no such worker
@@ -53,25 +53,19 @@ def diagnose(module: ModuleType) -> Verdict:
             return Verdict(ABSENT, f"this version has no {WORKER}.forward_backward: it trains in ppo_train()")
         return gone(f"{WORKER}.forward_backward", module)
     path = f"{module.__name__}:{WORKER}"
-    zeroed_before = not missing_names(f"{path}.forward_backward", "zero_grad_buffer")
-    zeroed_after = not missing_names(f"{path}.optim_step", "zero_grad_buffer")
+    zeroed_before = not unmet.names(f"{path}.forward_backward", "zero_grad_buffer")
+    zeroed_after = not unmet.names(f"{path}.optim_step", "zero_grad_buffer")
     if zeroed_after and not zeroed_before:
         return Verdict(FIXED, "optim_step zeroes gradients, forward_backward does not")
-    missing = [
-        *missing_names(
+    expect_none(
+        *unmet.names(
             f"{path}.forward_backward", "zero_grad_buffer", "actor_module", "model", "forward_backward_mini_batch"
         ),
-        *missing_names(f"{path}.optim_step", "optimizer_step", "optimizer"),
-        *missing_parameters(
-            f"{module.__name__}:MegatronModelWrapper.forward_backward_mini_batch", "micro_batches"
-        ),
-        *missing_parameters(f"{path}.offload_to_cpu", "offload_optimizer"),
-    ]
-    return (
-        lacking(missing)
-        if missing
-        else Verdict(NEEDED, "each forward_backward zeroes the gradients of those before it")
+        *unmet.names(f"{path}.optim_step", "optimizer_step", "optimizer"),
+        *unmet.parameters(f"{module.__name__}:MegatronModelWrapper.forward_backward_mini_batch", "micro_batches"),
+        *unmet.parameters(f"{path}.offload_to_cpu", "offload_optimizer"),
     )
+    return Verdict(NEEDED, "each forward_backward zeroes the gradients of those before it")
 
 
 # ---------------------------------------------------------------------------- the step of a worker
@@ -126,7 +120,7 @@ def drop_step(worker: Any) -> None:
 # ---------------------------------------------------------------------------- what is installed
 def accumulate_until_optim_step(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     path = f"{forward_backward.__module__}:{WORKER}.forward_backward"
-    undoes_mean = not missing_names(path, "num_microbatches")  # by passing it to the loss function
+    undoes_mean = not unmet.names(path, "num_microbatches")  # by passing it to the loss function
 
     @functools.wraps(forward_backward)
     def patched_forward_backward(self: Any, *args: Any, **kwargs: Any) -> Any:

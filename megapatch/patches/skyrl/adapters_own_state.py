@@ -24,7 +24,7 @@ from ..._mcore.known import arguments_of
 from ..._mcore.main_params import children_of
 from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import StandIn, cannot_run, lacking, missing_parameters, with_globals
+from .._diagnosis import StandIn, expect_none, running, unmet, with_globals
 
 MODULE = "skyrl.backends.skyrl_train.workers.megatron.adapter_store"
 STORE = "AdapterStore"
@@ -54,16 +54,13 @@ def with_fp32_shards(method: Callable[..., Any]) -> Callable[..., Any]:
 def diagnose(module: ModuleType) -> Verdict:
     """Fill a slot from a made-up optimizer and restore it by the real methods."""
     store = f"{module.__name__}:{STORE}"
-    missing = [text for name in METHODS for text in missing_parameters(f"{store}.{name}", "optimizer")]
+    missing = [text for name in METHODS for text in unmet.parameters(f"{store}.{name}", "optimizer")]
     missing += [
         f"{module.__name__}:{name}" for name in ("_iter_buffers", "_new_pinned_like") if not hasattr(module, name)
     ]
-    if missing:
-        return lacking(missing)
-    try:
+    expect_none(*missing)
+    with running("a slot's restore"):
         half, full = _restored(module)
-    except Exception as error:
-        return cannot_run("a slot's restore", error)
     if not half:
         return Verdict(UNKNOWN, "expected a slot to restore the moments of main parameters, and it does not")
     if full:

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..._pausing.generation import PAUSE, RESUME, resumed_on_failure
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import gone, lacking, missing_names, reads_in_order
+from .._diagnosis import expect_none, gone, reads_in_order, unmet
 
 MODULES = ("skyrl_train.fully_async_trainer", "skyrl.train.fully_async_trainer")
 TRAINER = "FullyAsyncRayPPOTrainer"
@@ -49,10 +49,8 @@ def diagnose(module: ModuleType) -> Verdict:
         return Verdict(
             UNKNOWN, f"expected train() to use {', '.join(expected)}; found {', '.join(found) or 'none'}"
         )
-    missing = missing_names(f"{module.__name__}:{TRAINER}.{SYNC}", "inference_engine_client")
-    return (
-        lacking(missing) if missing else Verdict(NEEDED, "train() does not resume generation after a failed sync")
-    )
+    expect_none(*unmet.names(f"{module.__name__}:{TRAINER}.{SYNC}", "inference_engine_client"))
+    return Verdict(NEEDED, "train() does not resume generation after a failed sync")
 
 
 def count_syncs(train: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import Patch, Site, Verdict
-from .._diagnosis import missing_attributes, missing_names, missing_parameters
+from .._diagnosis import unmet
 from .._loss_scale import HOOK, diagnose_loss_scale, pass_on_loss_scale
 
 MODULES = (
@@ -38,9 +38,9 @@ def diagnose(module: ModuleType) -> Verdict:
     """Read the real constructor: running it needs a model."""
     init = f"{module.__name__}:{WRAPPER}.__init__"
     missing = [
-        *missing_parameters(init, "actor_module", "actor_optimizer"),
-        *missing_names(init, "get_model_config", "finalize_model_grads_func"),
-        *missing_attributes(f"{module.__name__}:", "get_model_config"),
+        *unmet.parameters(init, "actor_module", "actor_optimizer"),
+        *unmet.names(init, "get_model_config", "finalize_model_grads_func"),
+        *unmet.attributes(f"{module.__name__}:", "get_model_config"),
     ]
     return diagnose_loss_scale(init, missing, f"{WRAPPER} leaves {HOOK} unset")
 

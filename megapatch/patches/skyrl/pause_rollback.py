@@ -26,7 +26,7 @@ from typing import Any
 
 from ..._pausing.generation import EVENT, PAUSE, RESUME
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import gone, lacking, missing_names, reads_in_order
+from .._diagnosis import expect_none, gone, reads_in_order, unmet
 
 MODULES = (
     "skyrl_train.inference_engines.inference_engine_client",
@@ -39,14 +39,14 @@ def diagnose(module: ModuleType) -> Verdict:
     """Read the real coroutine: a pause waits for seconds and needs engines."""
     client = getattr(module, CLIENT, None)
     pause = getattr(client, PAUSE, None)
-    no_event = missing_names(f"{module.__name__}:{CLIENT}.__init__", EVENT)
+    no_event = unmet.names(f"{module.__name__}:{CLIENT}.__init__", EVENT)
     if pause is None:
         if client is None or not no_event or hasattr(client, RESUME):
             return gone(f"{CLIENT}.{PAUSE}", module)
         return Verdict(ABSENT, f"this version has no {CLIENT}.{PAUSE}()")
     if no_event:
         if reads_in_order(pause, "is_set", "set"):
-            return lacking(no_event)
+            expect_none(*no_event)
         return Verdict(ABSENT, f"the client does not mark itself as paused: it has no {EVENT}")
     found = reads_in_order(pause, EVENT, "is_set", "set", "clear", RESUME)
     if found == [EVENT, "is_set", EVENT, "set"]:

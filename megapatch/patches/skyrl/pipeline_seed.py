@@ -17,7 +17,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from ...patch import Patch, Site, Verdict
-from .._diagnosis import missing_names, missing_parameters
+from .._diagnosis import unmet
 from .._pipeline_seed import diagnose_seed, offset_seed_by_stage
 
 MODULES = (
@@ -31,9 +31,9 @@ def diagnose(module: ModuleType) -> Verdict:
     """Read the real methods: running them would seed this process."""
     set_seed, setup = (f"{module.__name__}:{STRATEGY}.{name}" for name in ("set_seed", "setup_distributed"))
     missing = [
-        *missing_parameters(set_seed, "seed"),
-        *missing_names(set_seed, "manual_seed"),
-        *missing_names(setup, "set_seed", "initialize_model_parallel"),
+        *unmet.parameters(set_seed, "seed"),
+        *unmet.names(set_seed, "manual_seed"),
+        *unmet.names(setup, "set_seed", "initialize_model_parallel"),
     ]
     return diagnose_seed((set_seed, setup), missing)
 

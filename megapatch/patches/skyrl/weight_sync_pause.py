@@ -28,7 +28,7 @@ from ..._pausing.generation import PAUSE, RESUME
 from ..._python.dotted import find
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from ...weight_sync import paused_generation
-from .._diagnosis import gone, in_finally, lacking, missing_names, reads_in_order
+from .._diagnosis import expect_none, gone, in_finally, reads_in_order, unmet
 
 MODULES = ("skyrl_train.workers.worker_dispatch", "skyrl.backends.skyrl_train.workers.worker_dispatch")
 DISPATCH = "WorkerDispatch"
@@ -42,13 +42,15 @@ def diagnose(module: ModuleType) -> Verdict:
         return gone(f"{DISPATCH}.{SAVE}", module)
     calls = reads_in_order(save, PAUSE, RESUME)
     if not calls:
-        missing = missing_names(
-            f"{module.__name__}:{DISPATCH}.{SAVE}",
-            "_inference_engine_client",
-            "colocate_all",
-            "broadcast_to_inference_engines",
+        expect_none(
+            *unmet.names(
+                f"{module.__name__}:{DISPATCH}.{SAVE}",
+                "_inference_engine_client",
+                "colocate_all",
+                "broadcast_to_inference_engines",
+            )
         )
-        return lacking(missing) if missing else Verdict(NEEDED, "weights are synced while engines serve requests")
+        return Verdict(NEEDED, "weights are synced while engines serve requests")
     if in_finally(save, RESUME, branches=calls.count(PAUSE)):
         return Verdict(FIXED, f"{SAVE}() pauses generation, and resumes it even after a failure")
     return Verdict(

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import gone, lacking, missing_attributes, missing_parameters
+from .._diagnosis import expect_none, gone, unmet
 
 ACTOR = "MegatronTrainRayActor"
 LOAD, SWITCH, TAG = "load_other_checkpoint", "_switch_model", "_active_model_tag"
@@ -37,18 +37,17 @@ def diagnose(module: ModuleType) -> Verdict:
     if not hasattr(actor, LOAD):
         return gone(f"{ACTOR}.{LOAD}", module)
     path = f"{module.__name__}:{ACTOR}"
-    missing = missing_attributes(path, "init", "update_weights", SWITCH)
+    missing = unmet.attributes(path, "init", "update_weights", SWITCH)
     if not missing:
         missing = [
-            *missing_parameters(f"{path}.{SWITCH}", "target_tag"),
+            *unmet.parameters(f"{path}.{SWITCH}", "target_tag"),
             *_missing_names(actor, SWITCH, TAG, "weights_backuper", "restore"),
             *_missing_names(actor, LOAD, TAG, "weights_backuper", "backup"),
         ]
-    if missing:
-        return lacking(missing)
+    expect_none(*missing)
     init = _undecorated(actor.init)
     if not _places(init, LOAD):
-        return lacking([f"{LOAD} in {path}.init"])
+        expect_none(f"{LOAD} in {path}.init")
     if _always_switches_back(init):
         return Verdict(FIXED, "init() always switches back to the actor's weights")
     return Verdict(

@@ -20,8 +20,8 @@ from types import ModuleType
 from typing import Any
 
 from ..._python.dotted import temporarily_set
-from ...patch import FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_parameters, reads_in_order
+from ...patch import FIXED, NEEDED, NotAsExpected, Patch, Site, Verdict
+from .._diagnosis import expect_none, reads_in_order, unmet
 
 BEGIN = "initialize_model_and_optimizer"
 LOAD, STEP, BATCH = "load_checkpoint", "step", "global_batch_size"
@@ -29,14 +29,13 @@ LOAD, STEP, BATCH = "load_checkpoint", "step", "global_batch_size"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real function: running it needs a model, and a checkpoint of it."""
-    if missing := missing_parameters(f"{module.__name__}:{BEGIN}", "args"):
-        return lacking(missing)
+    expect_none(*unmet.parameters(f"{module.__name__}:{BEGIN}", "args"))
     found = reads_in_order(getattr(module, BEGIN), LOAD, STEP, BATCH)
     if found == [LOAD]:
         return Verdict(FIXED, f"{BEGIN}() leaves the schedule where {LOAD}() has put it")
     if found == [LOAD, STEP, BATCH]:
         return Verdict(NEEDED, f"{BEGIN}() advances a schedule that {LOAD}() has loaded")
-    return lacking([f"{LOAD}, {STEP} and {BATCH} in {module.__name__}:{BEGIN}"])
+    raise NotAsExpected(f"expected but not found: {LOAD}, {STEP} and {BATCH} in {module.__name__}:{BEGIN}")
 
 
 def advance_once(initialize: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ from typing import Any
 
 from ..._mcore.known import arguments_of, is_model
 from ...patch import NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import expect_none, unmet
 from ..megatron._around_train import (
     NO_SYNC_ASSERTION,
     finish_earlier_call,
@@ -54,16 +54,14 @@ _trained: weakref.WeakSet[Any] = weakref.WeakSet()
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real functions: running them needs process groups, a model and Megatron's global arguments."""
     train, save = f"{module.__name__}:train", f"{module.__name__}:save"
-    missing = [
-        *missing_parameters(train, "model"),
-        *missing_names(train, "get_model_config", "no_sync_func", NO_SYNC_ASSERTION, "disable_forward_pre_hook"),
-        *missing_parameters(f"{module.__name__}:train_one_step", "model", "optimizer"),
-        *missing_parameters(save, "model"),
-        *missing_names(save, "disable_forward_pre_hook", "enable_forward_pre_hook"),
-        *missing_attributes(f"{module.__name__}:", "get_model_config"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.parameters(train, "model"),
+        *unmet.names(train, "get_model_config", "no_sync_func", NO_SYNC_ASSERTION, "disable_forward_pre_hook"),
+        *unmet.parameters(f"{module.__name__}:train_one_step", "model", "optimizer"),
+        *unmet.parameters(save, "model"),
+        *unmet.names(save, "disable_forward_pre_hook", "enable_forward_pre_hook"),
+        *unmet.attributes(f"{module.__name__}:", "get_model_config"),
+    )
     return Verdict(NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and never clears the one it sets")
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names
+from .._diagnosis import expect_none, running, unmet
 from .._overflow import OVERFLOW, overflow_answered, standing_still
 
 MODULE = "verl.workers.engine.megatron.transformer_impl"
@@ -36,19 +36,16 @@ _TAKEN, _SKIPPED = SideTable(), SideTable()
 def diagnose(module: ModuleType) -> Verdict:
     """Call the real method with an optimizer that has found an overflow."""
     path = f"{module.__name__}:{ENGINE}"
-    missing = [
-        *missing_attributes(path, "optimizer_step"),
-        *missing_names(f"{path}.lr_scheduler_step", "lr_scheduler", "step"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.attributes(path, "optimizer_step"),
+        *unmet.names(f"{path}.lr_scheduler_step", "lr_scheduler", "step"),
+    )
     optimizer = SimpleNamespace(step=lambda: OVERFLOW)
-    try:
-        unpatched(getattr(module, ENGINE).optimizer_step)(SimpleNamespace(optimizer=optimizer))
-    except NotImplementedError:
-        return Verdict(NEEDED, "an fp16 overflow, after which Megatron takes no step, ends the job")
-    except Exception as error:
-        return cannot_run("optimizer_step", error)
+    with running("optimizer_step"):
+        try:
+            unpatched(getattr(module, ENGINE).optimizer_step)(SimpleNamespace(optimizer=optimizer))
+        except NotImplementedError:
+            return Verdict(NEEDED, "an fp16 overflow, after which Megatron takes no step, ends the job")
     return Verdict(FIXED, "optimizer_step() accepts that Megatron took no step")
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from ...patch import Patch, Site, Verdict
-from .._diagnosis import missing_names, missing_parameters
+from .._diagnosis import unmet
 from .._pipeline_seed import diagnose_seed, offset_seed_by_stage
 
 MODULE = "verl.workers.engine.megatron.utils"
@@ -29,7 +29,7 @@ SEED = "set_random_seed"
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real function: running it would seed this process."""
     path = f"{module.__name__}:{SEED}"
-    missing = [*missing_parameters(path, "seed"), *missing_names(path, "model_parallel_cuda_manual_seed")]
+    missing = [*unmet.parameters(path, "seed"), *unmet.names(path, "model_parallel_cuda_manual_seed")]
     return diagnose_seed((path,), missing)
 
 

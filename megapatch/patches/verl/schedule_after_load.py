@@ -24,7 +24,7 @@ from typing import Any
 
 from ..._python.dotted import temporarily_set
 from ...patch import NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_names
+from .._diagnosis import expect_none, unmet
 
 MODULE = "verl.utils.checkpoint.megatron_checkpoint_manager"
 LOAD = "MegatronCheckpointManager.load_checkpoint"
@@ -35,12 +35,10 @@ OVERRIDES = "override_opt_param_scheduler"
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real method: it asks for the option. A release that does not is one that nobody has looked at."""
     manager = f"{module.__name__}:MegatronCheckpointManager"
-    missing = [
-        *missing_names(f"{manager}.load_checkpoint", OPTION, "lr_scheduler", "load_state_dict"),
-        *missing_names(f"{manager}.__init__", OPTION),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.names(f"{manager}.load_checkpoint", OPTION, "lr_scheduler", "load_state_dict"),
+        *unmet.names(f"{manager}.__init__", OPTION),
+    )
     return Verdict(NEEDED, f"without {OPTION} a resumed run begins its schedule again")
 
 

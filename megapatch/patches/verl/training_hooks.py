@@ -23,7 +23,7 @@ from typing import Any
 
 from ..._mcore.known import is_model
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_parameters
+from .._diagnosis import expect_none, running, unmet
 
 MODULE = "verl.utils.megatron_utils"
 REGISTER = "register_megatron_training_hooks"
@@ -33,26 +33,23 @@ HOOKS = ("no_sync_func", "grad_sync_func", "param_sync_func")
 
 def diagnose(module: ModuleType) -> Verdict:
     """Call the real function twice for one stand-in of a chunk, and once for two."""
-    missing = [
-        *missing_parameters(f"{module.__name__}:{REGISTER}", "model", "optimizer"),
-        *missing_attributes(f"{module.__name__}:", "DDP"),
-    ]
-    if missing:
-        return lacking(missing)
+    expect_none(
+        *unmet.parameters(f"{module.__name__}:{REGISTER}", "model", "optimizer"),
+        *unmet.attributes(f"{module.__name__}:", "DDP"),
+    )
     register = unpatched(getattr(module, REGISTER))
     failing = []
     for what, chunks, calls in (("the second chunk", 2, 1), ("the second call", 1, 2)):
         model, optimizer = _stand_ins(module.DDP, chunks)
-        try:
-            for _ in range(calls):
-                register(model, optimizer)
-        except AssertionError:
-            failing.append(what)
-        except Exception as error:
-            return cannot_run(REGISTER, error)
-        else:
-            if not callable(_first(model[0].config.no_sync_func)):
-                return Verdict(UNKNOWN, f"expected {REGISTER}() to set no_sync_func for overlap_grad_reduce")
+        with running(REGISTER):
+            try:
+                for _ in range(calls):
+                    register(model, optimizer)
+            except AssertionError:
+                failing.append(what)
+                continue
+        if not callable(_first(model[0].config.no_sync_func)):
+            return Verdict(UNKNOWN, f"expected {REGISTER}() to set no_sync_func for overlap_grad_reduce")
     if failing:
         return Verdict(NEEDED, f"with overlap_grad_reduce {REGISTER}() fails at {' and at '.join(failing)}")
     return Verdict(FIXED, f"{REGISTER}() takes several chunks and several calls")

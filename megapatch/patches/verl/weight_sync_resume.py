@@ -30,7 +30,7 @@ from ..._pausing.generation import resumed_on_failure
 from ..._pausing.waiting import attempt, tell_besides
 from ..._python.dotted import find, temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import gone, in_finally, missing_attributes, reads_in_order
+from .._diagnosis import gone, in_finally, reads_in_order, unmet
 
 MODULE = "verl.checkpoint_engine.base"
 MANAGER = "CheckpointEngineManager"
@@ -52,7 +52,7 @@ def diagnose(module: ModuleType) -> Verdict:
     if update is None:
         return gone(f"{MANAGER}.{UPDATE}", module)
     coroutine = inspect.unwrap(unpatched(update))
-    if not inspect.iscoroutinefunction(coroutine) or missing_attributes(f"{module.__name__}:", "auto_await"):
+    if not inspect.iscoroutinefunction(coroutine) or unmet.attributes(f"{module.__name__}:", "auto_await"):
         return Verdict(UNKNOWN, f"expected {UPDATE}() to be a coroutine behind @auto_await")
     if in_finally(coroutine, *LAST):
         return Verdict(FIXED, f"{UPDATE}() resumes the replicas even after a failure")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rigs.cells import cells_of
-from rigs.diagnosed_sources import words
+from rigs.diagnosed_sources import verdict_of, words
 from rigs.megatron.bridge import find_bridge, needs_bridge
 from rigs.megatron.bridge_loads import BridgeRun
 
@@ -197,7 +197,7 @@ def verdicts():
     from megapatch.patches.megatron.fresh_train_state import diagnose
 
     module = importlib.import_module(MODULE)
-    found = [words(diagnose(module))]
+    found = [words(verdict_of(diagnose, module))]
     return found + [words(site.diagnose(importlib.import_module(site.module))) for site in PATCH.sites[1:]]
 
 
@@ -210,10 +210,11 @@ def recovers():
 
 
 def verdicts_on_saves():
-    from megapatch.patches.megatron.tracked_checkpoint_stays import diagnose, diagnose_tracker
+    from megapatch.patches.megatron._tracked_checkpoint_of_bridge import diagnose_tracker
+    from megapatch.patches.megatron.tracked_checkpoint_stays import diagnose
 
     module = importlib.import_module(MODULE)
-    return words(diagnose(module))[0], words(diagnose_tracker(module))[0]
+    return words(verdict_of(diagnose, module))[0], words(verdict_of(diagnose_tracker, module))[0]
 
 
 CELLS = (

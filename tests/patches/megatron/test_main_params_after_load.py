@@ -281,7 +281,7 @@ PROGRAMS = (*SILENT, *LEFT_ALONE, taken_over)
 
 def said_by(program):
     """Return what the program ends with, and what is said of its loads."""
-    importlib.import_module("megapatch.patches.megatron.main_params_after_load")._said.clear()
+    importlib.import_module("megapatch.patches.megatron._weights_alone")._said.clear()
     log = Log()
     return program(CASES["bf16"][1]), [text for text in log.texts if "main-params-after-load" in text]
 

@@ -21,7 +21,7 @@ from rigs.megatron.main_params import (
 )
 from rigs.megatron.options import UNPATCHED, assert_misuse, attempt
 
-from megapatch._mcore.main_params import pairs, stale_pairs
+from megapatch._mcore.main_param_pairs import pairs, stale_pairs
 from megapatch._verify.operations import Operations
 from megapatch.testing import init_parallel
 

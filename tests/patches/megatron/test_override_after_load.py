@@ -10,8 +10,9 @@ from rigs.megatron.options import UNPATCHED, attempt, linear_schedule
 from rigs.megatron.save import minor
 from rigs.megatron.shapes import set_two_rates
 
+from megapatch.patches.megatron._overridden_rates import _with_rates_of_groups, with_rates_of_each
 from megapatch.patches.megatron._param_groups import GROUPS
-from megapatch.patches.megatron.override_after_load import _group, _with_rates_of_each, _with_rates_of_groups
+from megapatch.patches.megatron.override_after_load import _group
 from megapatch.testing import init_parallel, tiny_gpt
 
 CASES = {
@@ -89,7 +90,7 @@ def test_without_the_flag_nothing_changes(unpatched, patched, case):
 def test_the_states_of_a_chain_belong_to_its_optimizers_in_the_order_of_their_keys():
     children = [SimpleNamespace(optimizer=SimpleNamespace(param_groups=[_group(max_lr=lr)])) for lr in (3.0, 4.0)]
     state = {1: {GROUPS: [_group(max_lr=2.0)]}, 0: {GROUPS: [_group(max_lr=1.0)]}}
-    loaded = _with_rates_of_each(children, state)
+    loaded = with_rates_of_each(children, state)
     assert [loaded[key][GROUPS][0]["max_lr"] for key in (0, 1)] == [3.0, 4.0]
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rigs.cells import run_cells
+from rigs.diagnosed_sources import verdict_of
 from rigs.megatron.options import (
     ADAM,
     assert_same,
@@ -32,7 +33,7 @@ SAVED, INTERRUPTED = 2, 3  # steps done
 
 def found_by_rank(rank, world_size, folder):
     init_parallel()
-    yield "as it is", lambda: diagnose(rerun()).kind.value
+    yield "as it is", lambda: verdict_of(diagnose, rerun()).kind.value
     yield "transient", partial(machine_after, rank, "VALIDATE_RESULTS", faulty_runs=1)
     yield "lasting", partial(machine_after, rank, "VALIDATE_RESULTS", faulty_runs=2)
     yield "none", partial(machine_after, rank, "VALIDATE_RESULTS", faulty_runs=0)

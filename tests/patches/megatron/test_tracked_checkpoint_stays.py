@@ -14,7 +14,8 @@ from rigs.imported import run_with_megatron
 from rigs.megatron.options import needs_training
 
 from megapatch.patch import unpatched
-from megapatch.patches.megatron.tracked_checkpoint_stays import PATCH, REMOVE, diagnose, diagnose_tracker
+from megapatch.patches.megatron._tracked_checkpoint_of_bridge import diagnose_tracker
+from megapatch.patches.megatron.tracked_checkpoint_stays import PATCH, REMOVE, diagnose
 
 REMOVES = f"""
 def get_checkpoint_tracker_filename(checkpoints_path): ...

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from rigs.cells import run_cells
+from rigs.diagnosed_sources import verdict_of
 from rigs.imported import run_with_megatron
 from rigs.megatron.bridge import (
     ALIGNED,
@@ -352,14 +353,14 @@ def diagnoses(rank, world_size):
     restore()
     loop = new_loop(ADAM)
     module, train = loop.module, loop.module.train
-    found = [diagnose(module)]
+    found = [verdict_of(diagnose, module)]
     lookup = module.__dict__.pop("get_model_config")
-    found.append(diagnose(module))
+    found.append(verdict_of(diagnose, module))
     module.get_model_config = lookup
     module.train = lambda model, optimizer: None
-    found.append(diagnose(module))
+    found.append(verdict_of(diagnose, module))
     del module.train
-    found.append(diagnose(module))
+    found.append(verdict_of(diagnose, module))
     module.train = train
     return [(verdict.kind.name, verdict.reason) for verdict in found]
 

@@ -6,6 +6,7 @@ import sys
 from types import CodeType, FunctionType, ModuleType
 
 import pytest
+from rigs.diagnosed_sources import verdict_of
 
 import megapatch.patches.nemo_rl
 from megapatch.patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED
@@ -131,7 +132,7 @@ CASES = [
 def verdict(monkeypatch):
     def diagnosed(patch, found):
         monkeypatch.setitem(sys.modules, found.__name__, found)
-        return patch.diagnose(found)
+        return verdict_of(patch.diagnose, found)
 
     return diagnosed
 

@@ -10,6 +10,7 @@ import sys
 import types
 
 import pytest
+from rigs.diagnosed_sources import verdict_of
 from rigs.megatron.bridge import BRIDGE, _make, find_bridge, needs_bridge
 from rigs.megatron.options import BOTH, assert_same_parameters, hooks_of
 from rigs.releases import status_of
@@ -110,8 +111,8 @@ def custom_hook(update):
 def verdicts():
     module = importlib.import_module(MODULE)
     return {
-        "as it is": diagnose(module),
-        **{name: diagnose(one) for name, one in made_up()},
+        "as it is": verdict_of(diagnose, module),
+        **{name: verdict_of(diagnose, one) for name, one in made_up()},
     }
 
 
@@ -206,7 +207,7 @@ def test_verdicts(ranks):
 
 
 def own_verdict(rank, world_size):
-    return diagnose(importlib.import_module(MODULE)).kind.value
+    return verdict_of(diagnose, importlib.import_module(MODULE)).kind.value
 
 
 @needs_bridge

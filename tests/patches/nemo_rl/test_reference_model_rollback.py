@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rigs.diagnosed_sources import verdict_of
 from rigs.megatron.options import Interrupted
 from rigs.nemo_rl import dtensor as nemo_dtensor
 from rigs.nemo_rl.dtensor import SECOND, WORKERS, find_workers, module_of
@@ -159,5 +160,5 @@ def test_it_says_what_it_found(monkeypatch, names, kind, reason):
     module = ModuleType(f"nemo_rl.models.policy.workers.{SECOND}")
     vars(module).update({f"DTensorPolicyWorkerV2{name}": cls for name, cls in names.items()})
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    found = reference_model_rollback.diagnose(module)
+    found = verdict_of(reference_model_rollback.diagnose, module)
     assert (found.kind, reason in found.reason) == (kind, True), found

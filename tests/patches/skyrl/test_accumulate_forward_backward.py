@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
+from rigs.diagnosed_sources import verdict_of
 from rigs.megatron.options import ADAM, Interrupted, assert_same_parameters, attempt
 from rigs.releases import status_of
 from rigs.skyrl.releases import needs_skyrl
@@ -176,7 +177,10 @@ def with_adapters(release):
 def found_by(rank, world_size, release):
     init_parallel()
     module = release.module_of(MODULES)
-    found = {"verdict": diagnose(module).kind.value, "status": status_of("skyrl.accumulate-forward-backward")}
+    found = {
+        "verdict": verdict_of(diagnose, module).kind.value,
+        "status": status_of("skyrl.accumulate-forward-backward"),
+    }
     if found["status"] != "applied":
         return found
     found["rules with"], found["rules without"] = [], []

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.diagnosed_sources import words
+from rigs.diagnosed_sources import verdict_of, words
 from rigs.megatron.gathers import wrong
 from rigs.skyrl.releases import RELEASES, find_skyrl, needs_skyrl
 
@@ -79,7 +79,7 @@ def job(rank, world_size):
     apply()
     for dtype in ("fp32", "bf16"):
         yield dtype, lambda dtype=dtype: differing(dtype)
-    yield "verdict", lambda: words(diagnose(module))
+    yield "verdict", lambda: words(verdict_of(diagnose, module))
 
 
 @pytest.fixture(

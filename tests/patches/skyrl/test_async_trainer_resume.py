@@ -7,7 +7,7 @@ import functools
 from unittest import mock
 
 import pytest
-from rigs.diagnosed_sources import words
+from rigs.diagnosed_sources import verdict_of, words
 from rigs.skyrl.engines import STEPS, Engines, logged, outcome, trainer_for, without_and_with
 from rigs.skyrl.findings import found_once, of_those_that_need
 from rigs.skyrl.releases import RELEASES, needs_skyrl
@@ -80,7 +80,7 @@ def scenarios(release, module):
 
 
 def found_by(release, module):
-    verdict = diagnose(module)
+    verdict = verdict_of(diagnose, module)
     run = functools.partial(scenarios, release, module) if verdict.kind.value == "needed" else dict
     return {"verdict": words(verdict), **without_and_with("skyrl.async-trainer-resume", run)}
 

@@ -3,6 +3,7 @@ those of a model without overlap_param_gather."""
 
 import pytest
 from rigs.cells import AUDITED, take_rules
+from rigs.diagnosed_sources import verdict_of
 from rigs.megatron.gathers import Collectives, pair, wrong
 from rigs.megatron.options import UNPATCHED, buckets
 from rigs.releases import status_of
@@ -31,7 +32,7 @@ def saved(rank, world_size, release):
         "wrong": found,
         "gathers": (collectives.gathers, sum(buckets(chunk) for chunk in model.chunks)),
         "status": status_of("skyrl.gathered-when-read"),
-        "verdict": SAVE.diagnose(save.module).kind.value,
+        "verdict": verdict_of(SAVE.diagnose, save.module).kind.value,
         "rules": take_rules(),
     }
 

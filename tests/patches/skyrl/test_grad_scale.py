@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
+from rigs.diagnosed_sources import verdict_of
 from rigs.megatron.options import assert_same_parameters
 from rigs.releases import status_of
 from rigs.skyrl.releases import has_correctness_fixes, needs_skyrl
@@ -61,7 +62,7 @@ def found_by(rank, world_size, release):
     model.config.grad_scale_func = torch.neg
     release.wrapped(model.chunks, model.optimizer)
     found["the user's own"] = model.config.grad_scale_func is torch.neg
-    found["verdict"] = diagnose(module).kind.value
+    found["verdict"] = verdict_of(diagnose, module).kind.value
     return found
 
 

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from rigs.diagnosed_sources import words
+from rigs.diagnosed_sources import verdict_of, words
 from rigs.skyrl.engines import Engines, cancelled_when, outcome, without_and_with
 from rigs.skyrl.findings import found_once, of_those_that_need
 from rigs.skyrl.releases import RELEASES, needs_skyrl
@@ -58,7 +58,7 @@ async def pause_and_resume(engines):
 def found_by(release, module):
     marked = hasattr(Engines(release).client, "generation_paused_event")
     run = functools.partial(scenarios, release) if marked else dict
-    return {"verdict": words(diagnose(module)), **without_and_with("skyrl.pause-rollback", run)}
+    return {"verdict": words(verdict_of(diagnose, module)), **without_and_with("skyrl.pause-rollback", run)}
 
 
 found_for = found_once(found_by, MODULES)

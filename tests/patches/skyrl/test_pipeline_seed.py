@@ -8,6 +8,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from rigs.diagnosed_sources import verdict_of
 from rigs.megatron.options import attempt
 from rigs.releases import status_of
 from rigs.skyrl.releases import has_correctness_fixes, needs_skyrl
@@ -93,7 +94,7 @@ def found_by(rank, world_size, release):
     destroy_parallel()
     with mock.patch.object(torch.cuda, "device_count", return_value=0):  # else Megatron wants a layout
         found["before"] = attempt(strategy.set_seed, 7), torch.initial_seed()
-    found["verdict"] = diagnose(release.module_of(MODULES)).kind.value
+    found["verdict"] = verdict_of(diagnose, release.module_of(MODULES)).kind.value
     return found
 
 

@@ -7,7 +7,7 @@ the former one. A checkout that has the defect is tested as it is.
 from unittest import mock
 
 import pytest
-from rigs.diagnosed_sources import words
+from rigs.diagnosed_sources import verdict_of, words
 from rigs.releases import status_of
 from rigs.skyrl.engines import (
     Engines,
@@ -100,7 +100,7 @@ def scenarios(release, module):
 
 def found_by(release, module):
     """The verdict and what becomes of the release's own method; then the scenarios, where there can be some."""
-    found = {"verdict": words(diagnose(module)), "of its own": status_of(PATCH)}
+    found = {"verdict": words(verdict_of(diagnose, module)), "of its own": status_of(PATCH)}
     if release not in HAVING_BOTH:
         return found
     if imitated(release):

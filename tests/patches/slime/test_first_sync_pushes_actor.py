@@ -6,6 +6,7 @@ import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
 from rigs.diagnosed_code import of_a_rank
+from rigs.diagnosed_sources import verdict_of
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED
 from rigs.slime.actor import REFERENCE, Actor
@@ -107,11 +108,11 @@ def init_that_switches_too_early(self, args, with_ref):
 def verdicts(rank, world_size):
     module = importlib.import_module(f"{UTILS}.actor")
     actor = module.MegatronTrainRayActor
-    found = {"as it is": diagnose(module)}
+    found = {"as it is": verdict_of(diagnose, module)}
 
     def with_methods(name, **methods):
         module.MegatronTrainRayActor = type(actor.__name__, (actor,), methods)
-        found[name] = diagnose(module)
+        found[name] = verdict_of(diagnose, module)
 
     with_methods("switches", init=init_that_switches)
     with_methods("too early", init=init_that_switches_too_early)
