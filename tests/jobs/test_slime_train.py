@@ -7,7 +7,7 @@ place of GPUs; the model's attention, and what cannot be installed, have stand-i
 """
 
 import pytest
-from rigs.jobs import slime
+from rigs.jobs import llama, slime
 from rigs.jobs.job import JOBS, TESTS, assert_alike, differences, of_checkout, run
 from rigs.variables import folder_in
 
@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
     )
     assert reference.code == 0
     slime.write_rollouts(folder / "rollouts", 3)
-    slime.write_tokenizer(folder / "tokenizer")
+    llama.write_tokenizer(folder / "tokenizer")
     return folder
 
 
@@ -94,14 +94,10 @@ def straight(folder):
     return train(folder, "straight", NO_ENGINE)
 
 
-def printed(job, what):
-    return [line for line in job.printed["all"] if line.startswith(what)]
-
-
 def test_a_straight_run(straight):
     plain, patched = straight
     assert plain.code == 0
-    assert len(printed(plain, "step")) == 6
+    assert len(plain.lines("step")) == 6
     assert len([name for name in plain.saved if name.endswith("metadata.json")]) == 2
     assert "slime.train-reentry" in patched.applied
     assert_alike(plain, patched)
@@ -111,7 +107,7 @@ def test_both_overlaps(folder, straight):
     """slime.train-reentry and megatron.forward-pre-hook: plain dies in its second rollout (slime#1779)."""
     plain, patched = train(folder, "both", NO_ENGINE, BOTH)
     assert plain.code == 1
-    assert len(printed(plain, "step")) == 2
+    assert len(plain.lines("step")) == 2
     assert any("config.no_sync_func must be None" in line for line in plain.printed["all"])
     assert patched.code == 0
     assert patched.printed == straight[0].printed
@@ -131,21 +127,21 @@ def test_a_job_that_is_killed_and_resumes(folder):
     assert len({reference, first, second}) == 3
     plain, patched = train(folder, "resumed", ENGINE)
     assert plain.code == 0
-    assert len(printed(plain, "step")) == 2
+    assert len(plain.lines("step")) == 2
     assert weights(plain) == [reference, weights(patched)[1]]
     assert weights(patched)[0] == second
     for job in (plain, patched):
-        job.printed["all"].remove(printed(job, "JOB weights")[0])
+        job.printed["all"].remove(job.lines("JOB weights")[0])
     assert_alike(plain, patched)
 
 
 def test_offload(folder):
     plain, patched = train(folder, "offload", NO_ENGINE, "--offload-train")
     assert plain.code == 0
-    assert len(printed(plain, "step")) == 6
+    assert len(plain.lines("step")) == 6
     assert_alike(plain, patched)
 
 
 def weights(job):
     """Return of each sync the sums of the weights that the engine had then."""
-    return [line.partition(": ")[2] for line in printed(job, "JOB weights")]
+    return [line.partition(": ")[2] for line in job.lines("JOB weights")]

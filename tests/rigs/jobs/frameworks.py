@@ -1,4 +1,4 @@
-"""For the process that imports this, what slime and NeMo-RL need on a CPU: stand-ins for packages and a model."""
+"""For the process that imports this, what slime, NeMo-RL and SkyRL need on a CPU: packages and models."""
 
 import importlib
 import os
@@ -34,7 +34,9 @@ OF_NEMO_RL = (
     "vllm",
     "zmq",
 )
+OF_SKYRL = ("aiohttp", "fastapi", "flash_attn", "sglang", "uvicorn", "vllm")
 sys.meta_path += [
+    ForImporters(("skyrl_train",), OF_SKYRL),
     ForImporters(("nemo_rl",), OF_GPUS),
     ForImporters(("slime",), OF_SLIME),
     ForImporters(("nemo_rl", *(["megatron.bridge"] if "NEMO_RL_CHECKOUT" in os.environ else [])), OF_NEMO_RL),
@@ -120,3 +122,16 @@ def give_an_engine(module):
 @wrapt.when_imported("nemo_rl.models.policy.workers.megatron_policy_worker")
 def stand_in(module):
     importlib.import_module("rigs.jobs.nemo_rl").stand_in(module)
+
+
+# ------------------------------------------------------------------------------------------ SkyRL
+@wrapt.when_imported("ray.util.placement_group")
+def keep_where_it_was(module):
+    """For skyrl-train, which pins an older Ray."""
+    moved = importlib.import_module("ray.util.scheduling_strategies")
+    module.PlacementGroupSchedulingStrategy = moved.PlacementGroupSchedulingStrategy
+
+
+@wrapt.when_imported("skyrl_train.workers.megatron.megatron_worker")
+def stand_in_for_skyrl(module):
+    importlib.import_module("rigs.jobs.skyrl").stand_in()

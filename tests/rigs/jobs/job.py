@@ -76,6 +76,10 @@ class Ended:
     applied: set[str] = field(compare=False)
     folder: Path = field(compare=False)
 
+    def lines(self, beginning):
+        """Return those that a job in a Ray has printed and that begin so."""
+        return [line for line in self.printed["all"] if line.startswith(beginning)]
+
 
 def both_ways(folder, script, flags, **options):
     """Run a job plain and with megapatch, each in a folder below this one; return both ends.
@@ -147,7 +151,7 @@ def run_alone(folder, script, *arguments, env):
 
 
 def assert_alike(plain, patched, meant=()):
-    """Compare how two jobs have ended, and all elements of their checkpoints.
+    """Compare how two jobs have ended, and all elements of their checkpoints and Hugging Face exports.
 
     meant   parts of names: elements with them differ, and have to
     """
@@ -157,8 +161,15 @@ def assert_alike(plain, patched, meant=()):
         if each.compare
     ]
     assert not (unlike := [end for end in ends if end[1] != end[2]]), unlike
-    checkpoints = sorted(plain.folder.glob("ck*/iter_*"))
-    found = differences([(path, patched.folder / path.relative_to(plain.folder)) for path in checkpoints])
+
+    def saved(name):
+        paths = sorted(plain.folder.glob(f"ck*/{name}"))
+        return [(path, patched.folder / path.relative_to(plain.folder)) for path in paths]
+
+    exports = saved("**/*.safetensors")
+    assert all(path.read_bytes() == other.read_bytes() for path, other in exports), exports
+    checkpoints = saved("iter_*")
+    found = differences(checkpoints)
     assert [beside(names, meant) for names in found] == [[]] * len(checkpoints), found
     assert all(beside(names, [part]) != names for names in found for part in meant), found
 

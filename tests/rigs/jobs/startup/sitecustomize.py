@@ -6,7 +6,10 @@ import os
 import sys
 
 TESTS = os.path.abspath(os.path.join(__file__, *[os.pardir] * 4))
-STAND_INS = {"megatron": "on_cpu", "slime": "frameworks", "nemo_rl": "frameworks"}
+STAND_INS = {
+    "megatron": "on_cpu",
+    **dict.fromkeys(("nemo_rl", "skyrl_train", "slime"), "frameworks"),
+}
 
 
 class BeforeMegatron:
