@@ -1,8 +1,9 @@
-"""Other people's failures: Ctrl-C and SIGTERM while a patch is looked at, those of metadata beside ours."""
+"""Other people's failures: signals while a patch is looked at, bad metadata; and two copies of megapatch."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from rigs.engine import TARGET, make_engine, make_patch, needed, status_of
 
 import megapatch
 
-HERE = Path(megapatch.__file__).parent.parent
+PACKAGE = Path(megapatch.__file__).parent
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends itself signals")
 
 
@@ -99,7 +100,7 @@ def test_a_distribution_with_bad_metadata_loses_no_other(tmp_path):
     distribution(tmp_path, "abad", b"[megapatch.patches]\n\xff\xfe = 1\n")
     distribution(tmp_path, "good", good)
     distribution(tmp_path, "zbad", b"[megapatch.patches\nnonsense", metadata=b"\xff\xfe\x00")
-    path = os.pathsep.join([str(tmp_path), str(HERE)])
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
     names, said = found(PYTHONPATH=path)
     assert "third_party.good" in names
     assert "abad-1.0.dist-info" in said
@@ -131,3 +132,73 @@ def test_those_of_others_are_not(variable):
 def test_the_known_ones_are_not():
     environment = {"MEGAPATCH_RUN_TARGETS": "", "MEGAPATCH_AUDIT": "0", "MEGAPATCH_AUDIT_EVERY": "5"}
     assert found(**environment)[1] == ""
+
+
+# ------------------------------------------------------------------------ two copies
+PURGED = """
+for name in [name for name in sys.modules if name.partition(".")[0] == "megapatch"]:
+    del sys.modules[name]
+second = "megapatch"
+"""
+VENDORED = 'second = "vendor.megapatch"'
+SCRIPT = """
+import functools, importlib, json, logging, sys
+import target
+
+told = []
+class Handler(logging.Handler):
+    def emit(self, record):
+        if record.levelno >= logging.WARNING:
+            told.append(record.getMessage())
+logging.getLogger("megapatch").addHandler(Handler())
+
+def louder(greet):
+    @functools.wraps(greet)
+    def patched_greet(*args):
+        return greet(*args) + "!"
+    return patched_greet
+
+import megapatch as first
+from megapatch._engine.engine import this_process
+needed = lambda module: first.Verdict(first.NEEDED, "it is too quiet")
+site = first.Site(module="target", diagnose=needed, replace={{"greet": louder}})
+patch = first.Patch("test.louder", "Greetings are loud.", None, (site,))
+roster = this_process().roster
+roster.records += roster._records_of(patch, roster.records)
+first.apply()
+{between}
+other = importlib.import_module(second)
+assert other is not first
+other.apply()
+records = importlib.import_module(f"{{second}}._engine.engine").this_process().records
+importlib.reload(target)
+first.apply()
+found = {{"said": target.greet("you"), "first": roster.records[-1].status.value, "told": told}}
+found["other"] = list({{(record.status.value, record.reason) for record in records}})
+found["finders"] = sum(type(finder).__name__ == "_FrontFinder" for finder in sys.meta_path)
+first.restore()
+found["restored"] = target.greet("you")
+print(json.dumps(found))
+sys.modules["torch"] = sys.modules["megatron.core"] = target  # a copy that did nothing would say so
+"""
+
+
+def ran(folder, between):
+    (folder / "vendor").mkdir()
+    (folder / "vendor" / "__init__.py").touch()
+    os.symlink(PACKAGE, folder / "vendor" / "megapatch")
+    (folder / "target.py").write_text("def greet(name):\n    return 'hello ' + name\n")
+    done = run("-c", SCRIPT.format(between=between), path=folder)
+    assert done.returncode == 0, done.stderr
+    return {**json.loads(done.stdout), "signs": done.stderr}
+
+
+@pytest.mark.parametrize("between", [PURGED, VENDORED], ids=["purged", "vendored"])
+def test_the_later_copy_stays_off(between, tmp_path):
+    found = ran(tmp_path, between)
+    assert (found["said"], found["first"], found["restored"]) == ("hello you!", "applied", "hello you")
+    assert found["other"] == [["disabled", "another copy of megapatch is active in this process"]]
+    assert found["finders"] == 1
+    assert "applied no patch" not in found["signs"]
+    (told,) = found["told"]
+    assert told.startswith(f"megapatch was loaded twice: the copy in {PACKAGE} stays, this one is off (see ")

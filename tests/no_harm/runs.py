@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
@@ -18,8 +17,8 @@ from rigs.megatron.options import quick_writer
 from torch.utils._pytree import tree_flatten
 from way_back import streams
 from way_back.pictures import take_logged
+from way_back.ranks import set_up as set_up_alone
 
-from megapatch._mcore.process_groups import process_groups
 from megapatch.testing import init_parallel
 
 from . import by_hand, loads, others, own_classes, saves, steps
@@ -29,8 +28,6 @@ from .trainer import Run
 
 PLAIN, PATCHED, WATCHED = "plain", "with megapatch", "with the audit"
 ENVIRONMENTS = {PLAIN: WITHOUT_MEGAPATCH, PATCHED: {}, WATCHED: AUDITED}
-ALONE = timedelta(seconds=15)
-"""How long a rank waits for the other one in a collective."""
 MODULES = (steps, loads, saves, by_hand, own_classes, others)
 
 
@@ -75,12 +72,7 @@ def job(rank, world_size, pairs, folder):
                 yield pair, functools.partial(outcome, *pair, rank, f"{folder}/{number}", collectives)
 
 
-def set_up(layout):
-    """Set up the layout, with collectives that do not wait for ever."""
-    layout.set_up()
-    for group in (None, *process_groups()):
-        with contextlib.suppress(ValueError):  # a group that this rank is not in
-            torch.distributed.distributed_c10d._set_pg_timeout(ALONE, group)  # there is no public way
+set_up = functools.partial(set_up_alone, alone=timedelta(seconds=15))
 
 
 def outcome(program, name, rank, folder, collectives):

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from rigs.cells import run_cells
 from rigs.device import Device
-from rigs.megatron.options import GRADS
+from rigs.megatron.options import BOTH, GRADS
 from rigs.train_step.models import sum_forward_step
 
 import megapatch
@@ -31,6 +31,11 @@ STEPS = {  # layout, options of the model and of TrainStep, forward step: that o
     "tokens": ({}, {"per_token_loss": True}, {}, TOKENS, TOKENS),
     "count": ({}, {}, {"expected_count": 64.0}, partial(sum_forward_step, masked=False), MEAN),
     "mean, pp2": ({"pp": 2}, {}, {}, MEAN, MEAN),
+}
+AUDITED = {
+    "overlap": BOTH,
+    "fp16": {"dtype": "fp16", "loss_scale": 2.0**10, **GRADS},
+    "tokens": {"per_token_loss": True, **GRADS},
 }
 
 
@@ -95,7 +100,7 @@ def called(function, of, forward, batches, **options):
     )
 
 
-def audited_on_top(every):
+def audited_on_top(every, options=GRADS):
     """Return what the audit adds to the seventh step: with a comparison of the ranks in it, or without.
 
     It compares after 4 and 8 steps, however seldom.
@@ -107,7 +112,7 @@ def audited_on_top(every):
         init_parallel()
         if watching:
             audit.start(every=every)
-        model = tiny_gpt(**GRADS)
+        model = tiny_gpt(**options)
         for number in range(7):
             with Device().watched() as device:
                 model.train_step(number)
@@ -122,7 +127,8 @@ def listed(rank, world_size):
     yield "save plan", plan_compared
     for name, case in STEPS.items():
         yield name, partial(step_on_top, *case)
-    yield "audit", partial(audited_on_top, 1000)
+    for name, options in AUDITED.items():
+        yield f"audit, {name}", partial(audited_on_top, 1000, options)
     yield "audit, compared", partial(audited_on_top, 1)
 
 
@@ -153,8 +159,9 @@ def test_stages_of_a_pipeline_agree_on_the_result_of_a_step(found):
     assert (more, less) == ({"copy to cpu": 1, "allreduce_ (3,)": 1, "read (3,)": 1}, {})
 
 
-def test_the_audit_waits_for_nothing_between_two_comparisons(found):
-    assert found["audit"] == {}
+@pytest.mark.parametrize("model", AUDITED)
+def test_the_audit_waits_for_nothing_between_two_comparisons(found, model):
+    assert found[f"audit, {model}"] == {}
 
 
 def test_a_comparison_of_the_audit_is_one_all_reduce_a_group_and_four_reads(found):

@@ -10,15 +10,13 @@ Both have to be bit-equal: losses, gradient norms, rates, weights, main paramete
 logged losses.
 
 layouts      how the model is divided, what it is made of, and how it is saved
-plan         which operation can follow which, and what counts of a sequence
+plan         which operation can follow which, what counts of a sequence, and what is known to differ
 trainer      a model with its optimizer, schedule and checkpoints, and what a trainer does with them
 operations   the operations, by their names
-reference    what counts of a sequence, done in a fresh model
 streams      random streams
 faults       places in a step that raise
 checkpoints  saving and loading, with state dicts or by Megatron's distributed checkpoints
 pictures     everything that a step reads, as numbers, and where two of them differ
-ranks        the job that the ranks run
+ranks        the job that the ranks run, and what counts of a sequence, done in a fresh model
 search       drawing sequences, and running them
-known        what differs today, strictly
 """

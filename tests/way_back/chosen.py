@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from .known import is_free
 from .layouts import layouts_here
-from .plan import ASIDE, COMPANION, GENERATION, INFERENCE, LAST, REDUCED, REFUSED, REPLAYED, TRAIN, Sequence, plan
+from .plan import (
+    ASIDE,
+    COMPANION,
+    GENERATION,
+    INFERENCE,
+    LAST,
+    REDUCED,
+    REFUSED,
+    REPLAYED,
+    TRAIN,
+    Sequence,
+    is_free,
+    plan,
+)
 
 STEPS, EVALUATES, SAVES, GOES = COMPANION
 CHOSEN = tuple(
@@ -72,7 +84,7 @@ CHOSEN = tuple(
 
 
 def chosen_here() -> list[Sequence]:
-    """Return them without what this Megatron cannot do, and without what is in known.py."""
+    """Return them without what this Megatron cannot do, and without what is known to differ."""
     free = (
         Sequence(layout, tuple(operation for operation in operations if is_free(operation, layout)))
         for layout, operations in CHOSEN

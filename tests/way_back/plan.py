@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rigs.megatron.save import minor
+
 from .layouts import LAYOUTS, Layout
 
 
@@ -73,7 +75,8 @@ ABORTS = {
     "after the reduce": True,
     "in the optimizer": True,
 }
-WAYS = ("abort", "TrainStep aborted")
+PLAIN = "abort"
+WAYS = (PLAIN, "TrainStep aborted")
 """An exception out of Megatron's own calls, and out of those of a TrainStep."""
 
 REDUCED = "TrainStep reduced and aborted in the optimizer"
@@ -222,3 +225,14 @@ def plan(sequence: Sequence) -> Planned:
             then = following
             kept.append(operation)
     return Planned(Sequence(sequence.layout, tuple(kept)), then)
+
+
+def is_free(operation: str, layout: str) -> bool:
+    """Return whether nothing is known to be left of an operation: see "known" in docs/process-state.md.
+
+    Without a TrainStep nobody tells Megatron that a step was dropped: losses, biases and routes of experts are
+    left, and with fp16 a count of the loss scale. 0.15 cannot offload an optimizer.
+    """
+    its, aborts = LAYOUTS[layout], [f"{PLAIN} {place}" for place in ABORTS]
+    known = aborts if its.is_moe else [f"{PLAIN} in the optimizer"] if its.is_fp16 else []
+    return operation not in (*known, *["offload and onload"] * (minor() == 15))

@@ -1,8 +1,9 @@
-"""The job that the ranks run: sequences of a layout, each in a cell of its own."""
+"""The job that the ranks run: sequences of a layout, each in a cell of its own, and what counts of them."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import traceback
 import warnings
@@ -14,12 +15,12 @@ from rigs.megatron.options import quick_writer
 from megapatch._mcore.process_groups import process_groups
 from megapatch.testing import init_parallel
 
+from . import streams
 from .layouts import LAYOUTS
 from .operations import operate
 from .pictures import differences
-from .plan import plan
-from .reference import do
-from .trainer import Trainer
+from .plan import TRAIN, Draws, OptimizerOf, RandomOf, Step, WeightsOf, plan
+from .trainer import Trainer, weights_of
 
 RAISES = "raises"
 ALONE = timedelta(seconds=10)
@@ -50,12 +51,12 @@ def job(rank, world_size, folder, sequences):
         yield sequence, functools.partial(outcome, rank, folder, planned.sequence, references[key])
 
 
-def set_up(layout):
+def set_up(layout, alone=ALONE):
     """Set up the layout, with collectives that do not wait for ever."""
     layout.set_up()
     for group in (None, *process_groups()):
         with contextlib.suppress(ValueError):  # a group that this rank is not in
-            torch.distributed.distributed_c10d._set_pg_timeout(ALONE, group)  # there is no public way
+            torch.distributed.distributed_c10d._set_pg_timeout(alone, group)  # there is no public way
 
 
 def reference(rank, folder, name, then):
@@ -94,3 +95,52 @@ def after(rank, folder, sequence):
                 RAISES: f"in {operation}: {type(error).__name__}: {error}",
                 "traceback": traceback.format_exc(),
             }
+
+
+# ------------------------------------------------------------------------ what counts
+def do(trainer, program):
+    for item in program:
+        if isinstance(item, WeightsOf):
+            _set_weights(trainer, item.program)
+        elif isinstance(item, OptimizerOf):
+            other, _ = _after(trainer, item.program)
+            trainer.model.optimizer.load_state_dict(copy.deepcopy(other.model.optimizer.state_dict()))
+        elif isinstance(item, RandomOf):
+            streams.put(_after(trainer, item.program)[1])
+        elif isinstance(item, Draws):
+            _draw(trainer, item)
+        else:
+            assert isinstance(item, Step)
+            trainer.set_rate(item.rate)
+            trainer.step(item.data, "step" if item.kind == TRAIN else item.kind)
+
+
+def _after(trainer, program):
+    """Return a fresh trainer that has done the program, and the random streams as it leaves them."""
+    before = streams.take()
+    other = _another(trainer)
+    do(other, program)
+    found = streams.take()
+    streams.put(before)
+    return other, found
+
+
+def _draw(trainer, item):
+    """Draw what the operation draws, with another model."""
+    before = streams.take()
+    other = _another(trainer)
+    streams.put(before)
+    operate(other, item.operation, item.data)
+
+
+def _set_weights(trainer, program):
+    other, _ = _after(trainer, program)
+    other.model.gather_parameters()
+    trainer.model.gather_parameters()
+    for mine, theirs in zip(trainer.models(), other.models(), strict=True):
+        mine.load_state_dict(weights_of(theirs), strict=False)
+    trainer.model.optimizer.reload_model_params()
+
+
+def _another(trainer):
+    return Trainer(trainer.layout, trainer.rank, trainer.folder)
