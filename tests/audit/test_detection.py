@@ -16,7 +16,7 @@ from rigs.audit import running_audit
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import UNPATCHED, Log
 from rigs.mistakes.gradients import LEARNS
-from rigs.mistakes.table import LATER, MISTAKES, QUIET, SEEN, as_markdown, as_sentences
+from rigs.mistakes.table import ACCUSED, LATER, MISTAKES, QUIET, SEEN, as_markdown, as_sentences
 from rigs.where import chosen, with_nightly
 
 from megapatch import audit
@@ -73,6 +73,7 @@ def test_it_is_found_where_it_first_acts(ranks, name):
     expected = MISTAKES[name].finds
     by_rank = [{rule: step for rule, step, *_ in cells[name]} for cells in ranks]
     assert {rule: step for results in by_rank for rule, step in results.items()} == expected, by_rank
+    assert name not in ACCUSED or not all(is_note for *_, is_note, _ in ranks[0][name])
     for rank, cells in enumerate(ranks):
         assert {where for _, _, where, *_ in cells[name]} <= {rank}
         for rule, _, _, is_note, text in cells[name]:

@@ -31,6 +31,7 @@ from rigs.where import chosen
 from megapatch import MegapatchError, apply, report, restore
 from megapatch._cli.demo import train_without
 from megapatch.testing import Fault, MegatronLoop, init_parallel, tiny_gpt
+from megapatch.testing._training_loop import _ConstantRate
 
 pytestmark = needs_training
 
@@ -453,14 +454,26 @@ def failing_in_the_second_step(model, place):
         return raising_half_way(model, 3), None
     # The optimizer calls the first before anything else, and the second once it has found no overflow.
     name = {"after finalize": "prepare_grads", "in the optimizer": "step_with_ready_grads"}[place]
-    original, calls = getattr(model.optimizer, name), iter(range(9))
+    return raising_the_second_time(model.optimizer, name), None
+
+
+def raising_the_second_time(owner, name):
+    original, calls = getattr(owner, name), iter(range(9))
 
     def function(*args, **kwargs):
         if next(calls) == 1:
             raise Interrupted
         return original(*args, **kwargs)
 
-    return mock.patch.object(model.optimizer, name, function), None
+    return mock.patch.object(owner, name, function)
+
+
+def stepped(context):
+    """Return the state after two steps; in the context the second may raise once its optimizer has stepped."""
+    model = new_model(SCALED, hooks=False)
+    with context, contextlib.suppress(Interrupted):
+        MegatronLoop(model).train(2)
+    return held(model)
 
 
 def two_steps(name, place=None):
@@ -485,6 +498,8 @@ def job(rank, world_size):
         never = once(two_steps, name)
         for place in PLACES_OF_A_STEP:
             yield (name, place), partial(compare, never, name, place)
+    schedule = raising_the_second_time(_ConstantRate, "step")
+    yield "stepped", lambda: (stepped(schedule), stepped(contextlib.nullcontext()))
 
 
 def compare(never, name, place):
@@ -502,3 +517,9 @@ dropped = cells_of(job, 2)
 def test_an_interrupted_step_leaves_nothing(dropped, name, place):
     for found in dropped:
         found[name, place]
+
+
+def test_what_a_step_has_moved_stays_if_its_optimizer_has_stepped(dropped):
+    for found in dropped:
+        interrupted, never = found["stepped"]
+        assert interrupted == never

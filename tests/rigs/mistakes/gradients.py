@@ -76,6 +76,7 @@ def torchs_optimizer(model, step):
 
 
 @TABLE.row("reduced in every call", {"reduced-once": 0})
+@TABLE.row("reduced in every call, sharded", {"reduced-once": 0}, **SHARDED)
 def reduced_in_every_call(model, step):
     """A step of two calls, each of which finishes gradients (NeMo-RL, SkyRL)."""
     model.zero_grad()

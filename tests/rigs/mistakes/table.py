@@ -31,6 +31,9 @@ LATER = (
 )
 """Mistakes of which nothing is found by default until ranks are compared."""
 
+ACCUSED = ("reduced in every call, sharded",)
+"""Mistakes that get a finding where others, which may be meant, get a note of the same rule."""
+
 SEEN = [name for name, mistake in MISTAKES.items() if mistake.finds]
 QUIET: tuple[str, ...] = ()
 """Those of which a log at WARNING says nothing in the first steps of a run."""
