@@ -9,7 +9,7 @@ import string
 import unicodedata
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rigs.command import run
 
@@ -160,6 +160,7 @@ def test_no_part_of_a_password_is_left_in_a_url(password, url, before, after):
 
 
 @settings(deadline=None)
+@example("Authorization:\nBearer x", "Authorization:\x85Bearer x")
 @given(ANY, SECRET.flatmap(foreign))
 def test_cleaning_twice_is_cleaning_once(text, secret):
     for clean in (_printable.clean, _printable.one_line, _printable.first_line_at_the_margin):

@@ -29,7 +29,7 @@ def collected(**variables):
     known = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     command = [sys.executable, "-m", "pytest", "-c", TESTS.parent / "tox.ini", "--co", "-p", "no:cacheprovider"]
     return subprocess.run(
-        [*command, "test_patch.py"],
+        [*command, "test_where.py"],
         cwd=TESTS,
         env={**known, **variables},
         capture_output=True,
