@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from verdicts import table
+from verdicts.releases import project_of
 
 from megapatch._python.finding import find_module
 
@@ -131,21 +133,35 @@ def runs_without_megatron(file: Path) -> bool:
 def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return the tests with releases of a framework but a module's one, and with shapes that are not its turn.
 
-    A module's release is the newest of those with most of its tests: what is repaired has fewer.
+    A module's release is the newest that needs its patch, by docs/verdicts.csv; where none does, or the module is
+    of several patches, the newest of those with most of its tests.
     """
     by_module = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
         for name, value in item.callspec.params.items() if hasattr(item, "callspec") else ():
             if name == "shape" or hasattr(value, "ranks_of"):  # a Release; its module imports torch
-                by_module[item.module.__name__, name == "shape"][getattr(value, "name", value)].append(item)
+                by_module[item.path, name == "shape"][getattr(value, "name", value)].append(item)
     left_out = set()
-    for (module, of_shapes), by_name in by_module.items():
-        newest_first = list(by_name)[::-1]  # they come in order
-        taken = (
-            _turn(module, newest_first) if of_shapes else max(newest_first, key=lambda name: len(by_name[name]))
-        )
+    for (path, of_shapes), by_name in by_module.items():
+        patch = f"{path.parent.name}.{path.stem.removeprefix('test_')}"
+
+        def fits(name, patch=patch, tests=by_name):
+            return name.replace("_", "-") in _needing()[patch.replace("_", "-")], len(tests[name])
+
+        names = list(by_name)[::-1]  # releases come in order, oldest first
+        taken = _turn(path.stem, names) if of_shapes else max(names, key=fits)
         left_out.update(item for name, tests in by_name.items() if name != taken for item in tests)
     return left_out
+
+
+@cache
+def _needing() -> dict[str, set[str]]:
+    """Return the releases that need a patch, as ``skyrl-train-0.3.1``, by its name with hyphens alone."""
+    found = collections.defaultdict(set)
+    for (patch, module), cells in table.read(table.FILE.read_text()).items():
+        releases = {f"{project_of(module)}-{name}" for name, cell in cells.items() if cell.verdict == "needed"}
+        found[patch.replace("_", "-")] |= releases
+    return found
 
 
 def with_nightly(cases: list) -> list:

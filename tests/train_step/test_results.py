@@ -63,13 +63,9 @@ def make_call(step, model, batches, size=2, **more):
 
 def many_tokens():
     """fp16 with a dynamic scale and 1e5 tokens in a step by a count, in 1 and in 5 pieces; the same in fp32."""
-    found = {}
+    norms = []
     microbatches, size = 10, 625  # of 8 tokens, on 2 ranks
-    for name, dtype, cut in (
-        ("fp32", "fp32", (10,)),
-        ("one", "fp16", (10,)),
-        ("pieces", "fp16", (1, 2, 2, 2, 3)),
-    ):
+    for dtype, cut in (("fp32", (10,)), ("fp16", (10,)), ("fp16", (1, 2, 2, 2, 3))):
         model = tiny_gpt(dtype=dtype, loss_scale=2.0**16)
         step = TrainStep(model.chunks, model.optimizer, expected_count=100_000)
         batches = iter(model.microbatches(0, microbatches, micro_batch_size=size))
@@ -77,8 +73,12 @@ def many_tokens():
             for count in cut:
                 make_call(step, model, [next(batches) for _ in range(count)], size)
             result = step.finish()
-        found[name] = result.succeeded, result.grad_norm, result.normalizer
-    return found
+        assert result.succeeded
+        assert result.normalizer == 100_000
+        norms.append(result.grad_norm)
+    expected, *halves = norms
+    assert halves == pytest.approx([expected] * 2, rel=5e-3)  # of 11 bits, in sums of many: 2e-3 is seen
+    assert halves[0] == pytest.approx(halves[1], rel=1e-3)
 
 
 OTHER_LOSSES = {"experts": MOE, "multi-token prediction": MTP}
@@ -86,8 +86,7 @@ SCALES = {"experts": "moe_grad_scale_func", "multi-token prediction": "mtp_grad_
 
 
 def counted_with(options):
-    """All tokens count, as many in each microbatch: the mean over tokens is that over microbatches. The norms, and
-    that of a model without the other loss."""
+    """All tokens count, as many in each microbatch: the mean over tokens is that over microbatches."""
     model, expected, without = tiny_gpt(**options), tiny_gpt(**options), tiny_gpt(**{**options, "config": {}})
     step = TrainStep(model.chunks, model.optimizer, expected_count=128, expected_microbatches=4)
     batches = iter(model.microbatches(0, 4))
@@ -96,17 +95,22 @@ def counted_with(options):
             make_call(step, model, [next(batches) for _ in range(count)])
         result = step.finish()
     assert result.normalizer == 4 * 2 * model.seq * 2
-    norms = [one.train_step(0, num_microbatches=4, **MEAN).grad_norm for one in (expected, without)]
+    assert_norms(result.grad_norm, expected, without)
     assert_same_parameters(model.parameters(), expected.parameters())
-    return [result.grad_norm, *norms]
+
+
+def assert_norms(norm, expected, without, rel=1e-5):
+    """Compare a norm with those of Megatron's step of one model, and of another one that lacks something."""
+    same, other = (one.train_step(0, num_microbatches=4, **MEAN).grad_norm for one in (expected, without))
+    assert norm == pytest.approx(same, rel=rel)
+    assert norm != pytest.approx(other, rel=1e-3)
 
 
 def with_scales_of_their_own(options, name):
-    """The norms of a step in pieces, of one call, and of one call with the loss's own scale; None where Megatron
-    (up to 0.18) has no such thing."""
+    """A loss has a scale of its own. Return whether Megatron has such a thing (from 0.19 on)."""
     model, expected, without = (tiny_gpt(**options) for _ in range(3))
     if not hasattr(model.config, name):
-        return None
+        return False
     for one in (model, expected):
         setattr(one.config, name, lambda: 3.0)
     before = dict(vars(model.config))
@@ -114,26 +118,25 @@ def with_scales_of_their_own(options, name):
         in_pieces(step, model, 0, (1, 3), MEAN)
         norm = step.finish().grad_norm
     assert vars(model.config) == before
-    return [norm, *(one.train_step(0, num_microbatches=4, **MEAN).grad_norm for one in (expected, without))]
+    assert_norms(norm, expected, without, rel=1e-6)
+    return True
 
 
 def after_a_scale_without_dimensions():
-    """The norm of a step in pieces of a mixture of experts after someone has set its loss's scale so, as NeMo-RL's
-    train() does, and that of one call before. The last scale is held for good."""
+    """Someone has set the scale of the experts' loss so, as NeMo-RL's train() does. The last one is held."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as Scaler
 
     model, expected = tiny_gpt(**MOE), tiny_gpt(**MOE)
-    norms = [expected.train_step(0, num_microbatches=4, **MEAN).grad_norm]
+    norm = expected.train_step(0, num_microbatches=4, **MEAN).grad_norm
     held, Scaler.main_loss_backward_scale = Scaler.main_loss_backward_scale, torch.tensor(1.0)
     with TrainStep(model.chunks, model.optimizer) as step:
         in_pieces(step, model, 0, (1, 3), MEAN)
-        norms.append(step.finish().grad_norm)
+        assert step.finish().grad_norm == pytest.approx(norm, rel=1e-6)
     Scaler.main_loss_backward_scale = held
-    return norms
 
 
 def set_within_a_call():
-    """Whether a hook that the forward step sets is there after the step; each call has set it aside."""
+    """A hook that the forward step sets stays; each call has set it aside."""
 
     def forward(data, chunk):
         model.config.grad_sync_func = own
@@ -143,25 +146,23 @@ def set_within_a_call():
     with TrainStep(model.chunks, model.optimizer) as step:
         in_pieces(step, model, 0, (1, 3), MEAN, forward)
         step.finish()
-    return model.config.grad_sync_func is own
+    assert model.config.grad_sync_func is own
 
 
 def with_megatrons_finalize():
-    """The norms of a step in pieces of a config without a finalize function, and of one with Megatron's."""
+    """A config has no finalize function: it is Megatron's."""
     model, expected = tiny_gpt(**GRADS), tiny_gpt(**GRADS)
     model.config.finalize_model_grads_func = None
     with TrainStep(model.chunks, model.optimizer) as step:
         in_pieces(step, model, 0, (1, 3), MEAN)
         norm = step.finish().grad_norm
-    norms = norm, expected.train_step(0, num_microbatches=4, **MEAN).grad_norm
+    assert norm == pytest.approx(expected.train_step(0, num_microbatches=4, **MEAN).grad_norm, rel=1e-6)
     assert_same_parameters(model.parameters(), expected.parameters())
-    return norms
 
 
 def without_data(rank):
     """Rank 1 has no microbatch in a step by a count; the same by hand, with all data on rank 0."""
-    found = {}
-    for name, options in {"": {}, "overlap": GRADS}.items():
+    for options in ({}, GRADS):
         model, alone = tiny_gpt(**options), tiny_gpt()
         for index in range(2):
             batches = model.microbatches(index, 2)
@@ -170,10 +171,8 @@ def without_data(rank):
             if rank == 0:
                 count = sum(int((batch[:, 1:] % 3 != 0).sum()) for batch in batches)
                 make_call(step, model, batches, forward_step_func=sum_forward_step, count=count)
-            norm = step.finish().grad_norm
-            found[name, index] = norm, reference(rank, alone, batches)
+            assert step.finish().grad_norm == pytest.approx(reference(rank, alone, batches), rel=1e-5)
             assert_same_parameters(model.parameters(), alone.parameters())
-    return found
 
 
 def reference(rank, model, batches):
@@ -193,18 +192,24 @@ def reference(rank, model, batches):
     return float(model.optimizer.step()[1])
 
 
+PROGRAMS = (
+    with_megatrons_finalize,
+    set_within_a_call,
+    without_data,
+    many_tokens,
+    after_a_scale_without_dimensions,
+)
+
+
 def found_by(rank, world_size):
     init_parallel()
     yield "told", told
-    yield "finalize", with_megatrons_finalize
-    yield "set", set_within_a_call
-    yield "without data", partial(without_data, rank)
-    yield "many tokens", many_tokens
+    for function in PROGRAMS:
+        yield function.__name__, partial(function, rank) if function is without_data else function
     for name, options in OTHER_LOSSES.items():
         yield name, partial(counted_with, options)
     for name, function in SCALES.items():
         yield function, partial(with_scales_of_their_own, OTHER_LOSSES[name], function)
-    yield "no dimensions", after_a_scale_without_dimensions
     for on_skip in (False, True):
         yield on_skip, partial(overflowing, on_skip)
 
@@ -238,52 +243,14 @@ def test_after_an_overflow_the_scheduler_stays_unless_told_otherwise(ranks):
             assert later == pytest.approx(rate)
 
 
-def test_many_tokens_do_not_overflow_or_get_lost_in_fp16(ranks):
+@pytest.mark.parametrize("name", [*(program.__name__ for program in PROGRAMS), *OTHER_LOSSES])
+def test_a_step_is_that_of_one_call(ranks, name):
     for found in ranks:
-        (_, expected, count), *halves = (found["many tokens"][name] for name in ("fp32", "one", "pieces"))
-        assert count == 100_000
-        for succeeded, norm, normalizer in halves:
-            assert succeeded
-            assert normalizer == count
-            assert norm == pytest.approx(expected, rel=5e-3)  # of 11 bits, in sums of many: 2e-3 is seen
-        assert halves[0][1] == pytest.approx(halves[1][1], rel=1e-3)
-
-
-def test_without_a_finalize_function_it_is_megatrons(ranks):
-    for found in ranks:
-        norm, expected = found["finalize"]
-        assert norm == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_hook_that_is_set_within_a_call_stays(ranks):
-    assert all(found["set"] for found in ranks)
-
-
-def test_a_rank_may_have_no_microbatch_where_a_count_says_what_it_weighs(ranks):
-    for found in ranks:
-        for norm, expected in found["without data"].values():
-            assert norm == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", OTHER_LOSSES)
-def test_other_losses_weigh_in_a_count_what_they_weigh_in_one_call(ranks, name):
-    for found in ranks:
-        norm, expected, without = found[name]
-        assert norm == pytest.approx(expected, rel=1e-5)
-        assert norm != pytest.approx(without, rel=1e-3)
+        found[name]
 
 
 @pytest.mark.parametrize("name", SCALES.values())
 def test_scales_of_their_own_hold_in_each_call(ranks, name):
     for found in ranks:
-        if found[name] is None:
+        if not found[name]:
             pytest.skip("Megatron has it from 0.19 on")
-        norm, expected, without = found[name]
-        assert norm == pytest.approx(expected, rel=1e-6)
-        assert norm != pytest.approx(without, rel=1e-3)
-
-
-def test_a_scale_without_dimensions_can_have_been_there_before(ranks):
-    for found in ranks:
-        expected, norm = found["no dimensions"]
-        assert norm == pytest.approx(expected, rel=1e-6)

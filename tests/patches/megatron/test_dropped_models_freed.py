@@ -118,7 +118,6 @@ def verdicts(rank, world_size):
 
 def test_verdicts():
     expected = {
-        "as it is": ("needed", "keep their model"),
         "weak": ("fixed", "do not keep their model"),
         "partial": ("unknown", "in its closure"),
         "gone": ("unknown", MAKE),

@@ -93,7 +93,6 @@ def verdicts(rank, world_size):
 
 def test_verdicts():
     expected = {
-        "as it is": ("needed", "sets finetune for all later loads"),
         "sets_it_back": ("fixed", "as before after load_checkpoint()"),
     }
     assert_verdicts(of_a_rank(verdicts), expected)

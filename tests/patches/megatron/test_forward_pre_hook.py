@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 from rigs.cells import run_cells
 from rigs.imported import run_with_megatron
-from rigs.megatron.options import ADAM, BOTH, UNPATCHED, Gathers, assert_same_parameters, buckets
+from rigs.megatron.gathers import Collectives
+from rigs.megatron.options import ADAM, BOTH, UNPATCHED, assert_same_parameters, buckets
 
 from megapatch.testing import init_parallel, tiny_gpt
 
@@ -40,7 +41,7 @@ def behaviour(rank, world_size):
     """Everything that needs one model, in one go; returns what was found."""
     found = {"twice": defect(rank, world_size)}
     init_parallel()
-    model, gathers = tiny_gpt(**BOTH), Gathers()
+    model, gathers = tiny_gpt(**BOTH), Collectives()
     (ddp,) = model.chunks
     modules = len(list(ddp.module.modules()))
     handles = ddp.remove_forward_pre_hook_handles

@@ -183,7 +183,6 @@ def diagnoses(reader):
 
 
 DIAGNOSES = {
-    "as it is": ("needed", "the file is not looked at again"),
     "looks_at_the_file": ("fixed", "looks at the file"),
 }
 

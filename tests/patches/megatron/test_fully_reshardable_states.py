@@ -66,7 +66,6 @@ def diagnoses():
 
 
 DIAGNOSES = {
-    "as it is": ("needed", "with the padding of buckets"),
     "counts_padding": ("fixed", "without padding"),
 }
 

@@ -228,5 +228,5 @@ def destroys_all():
 
 
 def test_diagnosis():
-    expected = {"as it is": ("needed", "leaves them in place"), "destroys_all": ("fixed", "destroys the process")}
+    expected = {"destroys_all": ("fixed", "destroys the process")}
     assert_verdicts(of_a_rank(verdicts), expected)

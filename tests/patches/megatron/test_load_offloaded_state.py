@@ -152,7 +152,6 @@ def diagnoses():
 
 
 DIAGNOSES = {
-    "as it is": ("needed", "raises KeyError for parameters that are in fp32"),
     "of_all": ("needed", "the step count of before"),
     "repaired": ("fixed", "reaches the copies"),
 }

@@ -12,10 +12,10 @@ import torch
 from rigs.cells import cells_of
 from rigs.diagnosed_code import made_up, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
+from rigs.megatron.failing_saves import WRITERS
 from rigs.megatron.options import UNPATCHED, attempt, quick_writer
-from rigs.megatron.save import ALONE, Saves, has_working_writer, minor
+from rigs.megatron.save import ALONE, Saves, has_working_writer
 
-from megapatch._python.finding import find_module
 from megapatch.patches.megatron import own_save_results
 from megapatch.patches.megatron.own_save_results import MEGATRON, NVRX, diagnose
 from megapatch.testing import init_parallel
@@ -29,11 +29,6 @@ WIDER = {"a": (6, 21.0), "c": (2, 22.0)}
 
 
 MODULES = {"mcore": MEGATRON, "nvrx": NVRX}
-
-
-def strategies():
-    """Return the writers that are here: from 0.17 on Megatron takes NVRx's, too."""
-    return ["mcore", *(["nvrx"] if find_module(NVRX) and minor() >= 17 else [])]
 
 
 class GivenUp:
@@ -164,7 +159,7 @@ OVERLAPS = {
 def job(rank, world_size, folder):
     init_parallel()
     torch.distributed.distributed_c10d._set_pg_timeout(ALONE)  # there is no public way
-    for strategy in strategies():
+    for strategy in WRITERS:
         quick_writer(MODULES[strategy])
         saves = GivenUp(rank, folder, strategy)
         for name in CELLS:
@@ -190,7 +185,6 @@ def diagnoses(module):
 
 
 DIAGNOSES = {
-    "as it is": ("needed", "share one queue"),
     "own_queue": ("fixed", "a queue of its own"),
 }
 
@@ -199,16 +193,7 @@ DIAGNOSES = {
 # At one rank: where a single one fails, the others would wait for it.
 unpatched = cells_of(job, 1, folder="unpatched", env=UNPATCHED)
 patched = cells_of(job, 2, folder="patched")
-each_writer = pytest.mark.parametrize(
-    "strategy",
-    [
-        "mcore",
-        pytest.param(
-            "nvrx",
-            marks=pytest.mark.skipif("nvrx" not in strategies(), reason="nvidia-resiliency-ext is not installed"),
-        ),
-    ],
-)
+each_writer = pytest.mark.parametrize("strategy", WRITERS)
 
 
 @each_writer

@@ -63,11 +63,12 @@ def _pass_on(forward, hidden_states, *args, **kwargs):
     return hidden_states, None
 
 
-def trained(options, case, cut=None, last=False, frozen=None, late=False):
+def trained(options, case, cut=None, last=False, frozen=None, late=False, zeroed_last=False):
     """By step: the gradient norm, and the parameters at the end. With a cut, in pieces of a TrainStep.
 
     frozen   the number of a layer that is frozen when its parameters have their places in bucket groups already
     late     whether the patches are applied once the model is made
+    zeroed_last   whether gradients are zeroed after each step, and not before, as in ROLL
     """
     from megatron.core import parallel_state
 
@@ -83,6 +84,11 @@ def trained(options, case, cut=None, last=False, frozen=None, late=False):
     norms = []
     for number in range(STEPS):
         with not_using(model, UNUSED[case](rank, number)):
+            if zeroed_last:
+                model.forward_backward(number, num_microbatches=4, **MEAN)
+                norms.append(float(model.optimizer.step()[1]))
+                model.zero_grad()
+                continue
             if cut is None:
                 norms.append(model.train_step(number, num_microbatches=4, **MEAN).grad_norm)
                 continue
@@ -90,21 +96,6 @@ def trained(options, case, cut=None, last=False, frozen=None, late=False):
                 in_pieces(step, model, number, cut, MEAN, last=last)
                 norms.append(step.finish().grad_norm)
     model.gather_parameters()
-    return norms, model.parameters()
-
-
-def trained_zeroing_last(options):
-    """The same of the case "in turns" as ROLL makes its steps: gradients are zeroed after each."""
-    from megatron.core import parallel_state
-
-    rank = parallel_state.get_data_parallel_rank()
-    model = tiny_gpt(**{**options, "layers": LAYERS, "lr": 0.1})
-    norms = []
-    for number in range(STEPS):
-        with not_using(model, UNUSED["in turns"](rank, number)):
-            model.forward_backward(number, num_microbatches=4, **MEAN)
-        norms.append(float(model.optimizer.step()[1]))
-        model.zero_grad()
     return norms, model.parameters()
 
 
@@ -129,7 +120,7 @@ def found_by(rank, world_size, wanted):
 def found_apart(rank, world_size):
     init_parallel()
     in_turns = once(trained, {}, "in turns")
-    yield "zeroed at the end", lambda: (trained_zeroing_last(GRADS), in_turns())
+    yield "zeroed at the end", lambda: (trained(GRADS, "in turns", zeroed_last=True), in_turns())
     # Layer 3 comes before layer 2 in the backward pass, and so in the order of the reduces.
     yield (
         "frozen",

@@ -46,7 +46,6 @@ def verdicts(rank, world_size):
 @needs_training
 def test_verdicts():
     expected = {
-        "as it is": ("needed", "starts from the pretrained checkpoint"),
         "looks_for_it": ("fixed", "takes a checkpoint for recovery"),
     }
     assert_verdicts(of_a_rank(verdicts), expected)

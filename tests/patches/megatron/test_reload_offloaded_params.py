@@ -72,7 +72,6 @@ def diagnoses():
 
 
 DIAGNOSES = {
-    "as it is": ("needed", "keep the weights from before"),
     "updates_all": ("fixed", "are updated"),
 }
 

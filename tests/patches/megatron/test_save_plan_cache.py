@@ -94,6 +94,7 @@ def in_turn(rank, folder):
 
 
 def without_flag(rank, folder):
+    """Saves without the flag are left alone, and their plans not reused."""
     saves = Saves(rank, folder)
     found = [saves.save(BASE)]
     for flag, parts in ((False, MORE), (False, BASE), (True, MORE), (False, BASE), (True, MORE)):
@@ -161,7 +162,7 @@ def nvrx(rank, folder):
 
 
 def fields():
-    """By kind of leaf: its fields, and those in which a change is not seen."""
+    """By kind of leaf: the fields in which a change is not seen."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
     from megapatch._mcore.sharded_leaves import structure
@@ -181,14 +182,16 @@ def fields():
     return found
 
 
+PROGRAMS = in_turn, without_flag, while_writing, after_failure, after_failure_of_all, one_anew, nvrx
+
+
 def repaired(rank, world_size, folder):
     prepare()
     for name, parts in {**CHANGES, **ON_ONE}.items():
         yield name, lambda parts=parts: Saves(rank, folder).change(*parts)
     for name, parts in PARALLEL.items():
         yield ("parallel", name), lambda parts=parts: Saves(rank, folder, parallel=True).change(*parts)
-    others = resumed, in_turn, without_flag, while_writing, after_failure, after_failure_of_all, one_anew, nvrx
-    for function in others:
+    for function in (resumed, *PROGRAMS):
         yield function.__name__, partial(function, rank, folder)
     yield "fields", fields
 
@@ -286,50 +289,29 @@ def test_metadata_of_a_loaded_checkpoint_are_used_and_forgotten_with_the_plans(r
         assert found["resumed"] == (planning(rank, 0, 2, **LOCAL), (None, planning(rank, 1, 1, **LOCAL)))
 
 
-def test_one_strategy_saves_two_kinds_of_checkpoints_in_turn(patched):
-    assert all(found["in_turn"] == [None] * 5 for found in patched)
-
-
-def test_saves_without_the_flag_are_left_alone_and_their_plans_not_reused(patched):
-    for rank, found in enumerate(patched):
-        on, off = (None, planning(rank, 1, 1, **LOCAL)), (None, planning(rank, 1, **LOCAL))
-        parallel = (None, planning(rank, 1, **LOCAL, **DISTRIBUTED))
-        assert found["without_flag"] == [on, off, off, on, off, on, parallel, parallel]
-
-
-def test_a_checkpoint_that_is_being_written_is_not_touched(patched):
-    assert all(found["while_writing"] == (None, None) for found in patched)
-
-
-def test_after_a_failure_on_one_rank_all_plan_afresh(patched):
-    for rank, found in enumerate(patched):
-        saves = (None, planning(rank, 0, 1))
-        error = "OSError" if rank == 1 else None
-        assert found["after_failure"] == (error, planning(rank, 2, 3, **LOCAL), saves, saves)
-
-
-def test_after_a_failure_on_all_ranks_what_they_planned_is_not_reused(patched):
-    for rank, found in enumerate(patched):
-        assert found["after_failure_of_all"] == ("OSError", (None, planning(rank, 1, 1, **LOCAL)))
-
-
-def test_all_plan_afresh_with_a_rank_that_has_not_saved_before(patched):
-    for rank, found in enumerate(patched):
-        assert found["one_anew"] == [
-            (None, planning(rank, 1, 1, **LOCAL)),
-            (None, planning(rank, 1, 1)),
-            (None, planning(rank, 0, 1)),
-        ]
-
-
-def test_the_cache_of_nvrx_is_kept_and_emptied_likewise(patched):
-    assert all(found["nvrx"] == ((True, {}, {}) if minor() >= 17 else None) for found in patched)
-
-
-def test_every_field_counts_but_the_data(patched):
-    for found in patched:
-        assert found["fields"] == {
+def found_on(rank):
+    """By program: what it finds on a rank."""
+    afresh, kept = planning(rank, 1, 1, **LOCAL), planning(rank, 0, 1)
+    on, off = (None, afresh), (None, planning(rank, 1, **LOCAL))
+    parallel = (None, planning(rank, 1, **LOCAL, **DISTRIBUTED))
+    failed = "OSError" if rank == 1 else None
+    return {
+        "in_turn": [None] * 5,
+        "without_flag": [on, off, off, on, off, on, parallel, parallel],
+        "while_writing": (None, None),
+        "after_failure": (failed, planning(rank, 2, 3, **LOCAL), (None, kept), (None, kept)),
+        "after_failure_of_all": ("OSError", on),
+        "one_anew": [on, (None, planning(rank, 1, 1)), (None, kept)],
+        "nvrx": (True, {}, {}) if minor() >= 17 else None,
+        "fields": {
             "ShardedTensor": {"data", "allow_shape_mismatch"},  # which is for loading
             "ShardedObject": {"data"},
             "kind": True,
-        }
+        },
+    }
+
+
+@pytest.mark.parametrize("name", [*(program.__name__ for program in PROGRAMS), "fields"])
+def test_plans_that_hold_are_reused_and_no_others(patched, name):
+    for rank, found in enumerate(patched):
+        assert found[name] == found_on(rank)[name]

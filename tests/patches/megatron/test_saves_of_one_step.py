@@ -98,7 +98,6 @@ def test_a_checkpoint_has_the_tensors_of_its_step(without, patched, writer):
 @pytest.mark.parametrize("writer", WRITERS)
 def test_verdicts(patched, writer):
     expected = {
-        "as it is": ("needed", "shares the memory"),
         "copies": ("fixed", "gets copies"),
         "hands_over_nothing": ("unknown", "expected schedule_async_call() to run"),
     }

@@ -181,7 +181,6 @@ def diagnoses():
 
 
 DIAGNOSES = {
-    "as it is": ("needed", "adds the steps"),
     "resets_and_reads_late": ("needed", "the first step after a load"),
     "resets_and_reads_first": ("fixed", "so are its rates"),
 }

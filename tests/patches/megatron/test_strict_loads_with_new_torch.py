@@ -122,7 +122,6 @@ def diagnoses():
 
 
 DIAGNOSES = {
-    "as it is": ("needed", "gets strides"),
     "passes_the_type": ("fixed", "does not pass strides on"),
 }
 

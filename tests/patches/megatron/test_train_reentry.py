@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 from rigs.cells import cells_of, once, run_cells
 from rigs.imported import run_with_megatron
+from rigs.megatron.gathers import Collectives
 from rigs.megatron.options import (
     ADAM,
     BOTH,
     GRADS,
     UNPATCHED,
-    Gathers,
     Interrupted,
     assert_same,
     buckets,
@@ -256,7 +256,7 @@ def gathers(rank, world_size, calls_and_steps):
     """How many buckets train() gathers over some calls, and how many it would have to."""
     found = []
     for calls, steps in calls_and_steps:
-        loop, counter = new_loop(), Gathers()
+        loop, counter = new_loop(), Collectives()
         count = sum(counter.during(loop.train, steps) for _ in range(calls))
         found.append((count, calls * steps * buckets(loop.model.chunks[0])))
     return found

@@ -21,12 +21,12 @@ from rigs.megatron.bridge import (
     ranks,
     timers_running,
 )
+from rigs.megatron.gathers import Collectives
 from rigs.megatron.options import (
     ADAM,
     BOTH,
     GRADS,
     UNPATCHED,
-    Gathers,
     assert_same,
     attempt,
     buckets,
@@ -148,7 +148,7 @@ def test_activation_between_two_calls(reference):
 
 
 def gathers(rank, world_size, calls, steps):
-    loop, counter = new_loop(BOTH), Gathers()
+    loop, counter = new_loop(BOTH), Collectives()
     count = sum(counter.during(loop.train, steps) for _ in range(calls))
     return count, calls * steps * buckets(loop.model.chunks[0])
 

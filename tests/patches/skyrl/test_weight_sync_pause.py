@@ -112,20 +112,6 @@ def found_by(release, module):
 found_for = found_once(found_by, MODULES)
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda one: one.name)
-def test_the_verdict(release):
-    found = found_for(release)
-    if isinstance(found, str):
-        assert release.name.startswith("skyrl_train-")
-        assert "No module named" in found
-        return
-    if has_correctness_fixes(release):
-        assert found["verdict"] == ("fixed", f"{SAVE}() pauses generation, and resumes it even after a failure")
-        assert found["of its own"] == "not-needed"
-    elif release.name != "checkout":
-        assert found["verdict"] == ("needed", "weights are synced while engines serve requests")
-
-
 @pytest.fixture(
     params=HAVING_BOTH, ids=lambda one: f"{'imitation in ' if imitated(one) else ''}{one.name}", scope="module"
 )

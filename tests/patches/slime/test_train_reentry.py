@@ -7,12 +7,12 @@ import functools
 import pytest
 from rigs.cells import RAISING
 from rigs.imported import run_with_megatron
+from rigs.megatron.gathers import Collectives
 from rigs.megatron.options import (
     ADAM,
     BOTH,
     GRADS,
     UNPATCHED,
-    Gathers,
     assert_same_parameters,
     attempt,
     buckets,
@@ -172,7 +172,7 @@ def _gathers(calls_and_steps):
     """By number of calls and steps: how many buckets were gathered, and how many had to be."""
     found = []
     for calls, steps in calls_and_steps:
-        loop, counter = loop_for(BOTH), Gathers()
+        loop, counter = loop_for(BOTH), Collectives()
         count = sum(counter.during(loop.train, steps) for _ in range(calls))
         found.append((count, calls * steps * buckets(loop.model.chunks[0])))
     return found
@@ -180,7 +180,7 @@ def _gathers(calls_and_steps):
 
 def _gathers_of_saves():
     """In units of all buckets. The second save() in a row finds the hooks on and really takes them off."""
-    loop, counter = loop_for(BOTH), Gathers()
+    loop, counter = loop_for(BOTH), Collectives()
     loop.train()
     counts = [counter.during(call) for call in (loop.save, loop.save, loop.train, loop.save)]
     return [count / buckets(loop.model.chunks[0]) for count in counts]

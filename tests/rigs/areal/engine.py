@@ -1,10 +1,6 @@
-"""AReaL's MegatronEngine around a tiny GPT, of the releases in AREAL_RELEASES and the checkout in AREAL_CHECKOUT.
+"""AReaL's own MegatronEngine around a tiny GPT, of AREAL_RELEASES and AREAL_CHECKOUT.
 
-Real: the engine (its constructor, create_process_group(), initialize(), train_batch() and all that these call,
-to Megatron; its weight updates; destroy()), how its rollout engine pauses and continues, the lock of weight
-updates, and the checkpoints' manager. Our tiny GPT takes the place of a model of Hugging Face's. Stand-ins: the
-rollout servers, the splitting and packing of samples, the conversion to Hugging Face's names, and those parts of
-AReaL that play no part in the tests.
+docs/testing.md says what has stand-ins.
 """
 
 import contextlib

@@ -1,8 +1,6 @@
 """Megatron-Bridge's own train() on a tiny GPT, without the gigabytes that Bridge depends on.
 
-Bridge's megatron.bridge.training, configuration, global state and checkpoint manager are real. Its conversions of
-other people's models, which import Transformer Engine, have stand-ins, as do modules that are imported and never
-used. The data, the loss and the learning rate are ours.
+Its training, configuration and global state are real; the data, the loss and the learning rate are ours.
 """
 
 from __future__ import annotations

@@ -79,6 +79,13 @@ class Collectives:
         with mock.patch.object(module, "dist_all_gather_func", gather):
             yield self
 
+    def during(self, function, *args, **kwargs):
+        """Return how many begin in a call."""
+        before = self.gathers
+        with self.counted():
+            function(*args, **kwargs)
+        return self.gathers - before
+
 
 @contextlib.contextmanager
 def gathers_of_one_rank_as_with_nccl():

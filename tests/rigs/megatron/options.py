@@ -4,9 +4,7 @@ import contextlib
 import importlib
 import logging
 import multiprocessing
-import sys
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -73,25 +71,6 @@ def raising_half_way(model, microbatch):
 
 def hooks_of(config):
     return {name: value for name, value in vars(config).items() if name.endswith("_func")}
-
-
-class Gathers:
-    """Counts the parameter all-gathers that Megatron dispatches, one per bucket."""
-
-    def __init__(self):
-        self.count = 0
-        self.module = sys.modules["megatron.core.distributed.param_and_grad_buffer"]
-        self.original = self.module.dist_all_gather_func
-
-    def __call__(self, *args, **kwargs):
-        self.count += 1
-        return self.original(*args, **kwargs)
-
-    def during(self, function, *args, **kwargs):
-        self.count = 0
-        with mock.patch.object(self.module, "dist_all_gather_func", self):
-            function(*args, **kwargs)
-        return self.count
 
 
 class Log(logging.Handler):

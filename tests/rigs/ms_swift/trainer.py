@@ -1,9 +1,6 @@
-"""ms-swift's Megatron trainer for GRPO around a tiny GPT, of the releases in SWIFT_RELEASES.
+"""ms-swift's own Megatron trainer for GRPO around a tiny GPT, of the releases in SWIFT_RELEASES.
 
-Real: the trainer (its constructor, setup_model_training(), run_train_step(), train(), the weight sync to vLLM),
-what importing swift.megatron patches, the exporter and the LoRA layers of mcore-bridge, and peft. Our tiny GPT
-takes the place of a model of Hugging Face's. Stand-ins: vLLM, Transformer Engine, and those parts of ms-swift that
-play no part in the tests (datasets, templates, rewards). Each release is loaded in processes of its own.
+docs/testing.md says what has stand-ins.
 """
 
 import importlib

@@ -1,11 +1,7 @@
-"""NeMo-RL's DTensor policy workers around a tiny causal language model: their own methods, at 2 ranks on CPU.
+"""NeMo-RL's DTensor policy workers around a tiny causal language model on CPU, sharded by the real FSDP2.
 
-The workers, NeMo-RL's losses and data, and the way that the first worker shards a model (FSDP2) are real. The
-second worker trains with NeMo Automodel, of the checkout in AUTOMODEL_CHECKOUT or else of the submodule in
-NeMo-RL's own. Automodel's functions that train() calls are real, and so are its meshes; those that make and save
-models have stand-ins, as do accelerate and the packages that `.worker` names (Hugging Face's models). The
-model, which takes packed sequences without flash attention, is ours, and so are the attributes that the worker's
-__init__ would have set. Without a checkout of NeMo-RL the first worker is our imitation, and FSDP2 is real.
+The second worker trains with NeMo Automodel, of AUTOMODEL_CHECKOUT or the submodule of NeMo-RL's checkout; without
+a checkout there is our imitation of the first. The model is ours, which takes packed sequences.
 """
 
 import importlib

@@ -1,9 +1,7 @@
-"""NeMo-RL's policies, on the driver's side, with real workers around a tiny GPT.
+"""NeMo-RL's policies, on the driver's side, with real workers around a tiny GPT; or our imitation.
 
-Every rank runs the driver's program and is one of its workers. Policy, TQPolicy, RayWorkerGroup and the data plane
-with its in-memory client are real. Ray has a stand-in: a call runs in the rank of its worker, and `ray.get`
-exchanges the answers between all ranks, so that the ranks' programs must wait in the same order. Without a
-checkout NeMo-RL is our imitation, which has no data plane.
+Every rank runs the driver's program and is one of its workers. Ray has a stand-in: a call runs in the rank of its
+worker, and `ray.get` exchanges the answers between all ranks, which must wait in the same order.
 """
 
 import importlib

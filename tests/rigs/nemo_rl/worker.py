@@ -1,10 +1,7 @@
-"""NeMo-RL's policy worker for Megatron around a tiny GPT: its own methods and losses, on CPU.
+"""NeMo-RL's policy worker for Megatron around a tiny GPT: of the checkout in NEMO_RL_CHECKOUT, or our imitation.
 
-With the folder of a checkout in NEMO_RL_CHECKOUT (NeMo-RL is not on PyPI), NeMo-RL, megatron-core and the part of
-Megatron-Bridge that NeMo-RL trains with are real. Bridge's conversions of other people's models have stand-ins, as
-do the packages that NeMo-RL imports and the worker's training does not use: tokenizers, inference engines,
-loggers. Otherwise NeMo-RL is our imitation, and only megatron-core is real. In either case the model, the data and
-the attributes that the worker's __init__ would have set are ours.
+Of a checkout NeMo-RL and the part of Megatron-Bridge that it trains with are real; what its training does not use
+has stand-ins. The model, the data and the attributes that the worker's __init__ would have set are ours.
 """
 
 import importlib

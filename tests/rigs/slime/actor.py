@@ -1,8 +1,6 @@
-"""slime's MegatronTrainRayActor with a tiny GPT: its real init() and update_weights(), down to the tensors that
-the real UpdateWeightFromDistributed sends.
+"""slime's MegatronTrainRayActor with a tiny GPT: its init() and update_weights(), down to what is sent.
 
-Ours are the edges: process groups and arguments (Megatron's are set up already), the configuration from Hugging
-Face, checkpoints as read from disk, names as converted for Hugging Face, Ray, and the rollout engines.
+Ours are its surroundings: process groups, arguments, checkpoints, Ray, and the rollout engines.
 """
 
 import contextlib

@@ -1,9 +1,6 @@
-"""verl's MegatronEngine around a tiny GPT, of the releases in VERL_RELEASES and the checkout in VERL_CHECKOUT.
+"""verl's own MegatronEngine around a tiny GPT, of the releases in VERL_RELEASES and the checkout in VERL_CHECKOUT.
 
-Real: the engine (its constructor, initialize(), train_batch() and all that these call, to Megatron), verl's
-configurations of it, losses and data. Megatron-Bridge has a stand-in, of which the engine gets our tiny GPT in
-place of a model of Hugging Face's, and so do the packages that play no part in the tests: inference engines,
-datasets, Ray, transformers. Each release is loaded in processes of its own, since their code has the same names.
+docs/testing.md says what has stand-ins. A release has processes of its own: all have the same names.
 """
 
 import contextlib

@@ -3,8 +3,6 @@
 import enum
 from types import SimpleNamespace
 
-import torch
-
 from .. import MAIN
 
 
@@ -37,11 +35,6 @@ def mean(values, mask, count):
     return (values * mask).sum() / count
 
 
-def divergence(logprobs, reference):
-    difference = reference - logprobs
-    return difference.exp() - 1 - difference
-
-
 class NLLLossFn:
     loss_type = LossType.TOKEN_LEVEL
     if MAIN:
@@ -58,8 +51,7 @@ class NLLLossFn:
 
 
 class ClippedPGLossConfig(SimpleNamespace):
-    """The settings by name. Some say what the tests' say, whatever they say: the penalty's type is k3, nothing is
-    clamped, importance sampling is corrected for."""
+    """The settings by name, of which the imitation heeds the levels and the penalty's weight."""
 
 
 class ClippedPGLossFn:
@@ -79,11 +71,12 @@ class ClippedPGLossFn:
             }
 
     def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
-        logprobs, sequences, tokens = next_token_logprobs, global_valid_seqs, global_valid_toks
+        sequences, tokens = global_valid_seqs, global_valid_toks
         token_mask, sample_mask = data["token_mask"][:, 1:], data["sample_mask"]
         mask = token_mask * sample_mask[:, None]
-        names = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
-        advantages, previous, sampled, reference = (data[name][:, 1:] for name in names)
+        advantages, previous = (data[name][:, 1:] for name in ("advantages", "prev_logprobs"))
+        difference = next_token_logprobs - previous
+        ratio = difference.exp()
 
         def in_sequence(values):
             return (values * token_mask).sum(-1) / token_mask.sum(-1)
@@ -93,48 +86,22 @@ class ClippedPGLossFn:
                 return mean(values, mask, tokens)
             return mean(in_sequence(values), sample_mask, sequences)
 
-        ratio, weight = logprobs - previous, previous - sampled
-        if self.sequence_level_importance_ratios:
-            ratio = in_sequence(ratio)[:, None].expand_as(mask)
-            weight = (weight * mask).sum(-1, keepdim=True).expand_as(mask)
-        ratio, weight = ratio.exp(), weight.exp()
-        clamped = ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
-
-        lowest, highest = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
-        if self.truncated_importance_sampling_type == "icepop":
-            kept = ((lowest <= weight) & (weight <= highest)).float()
-            weight = weight * kept
-        else:
-            kept = (weight <= highest).float()
-            weight = weight.clamp(max=highest)
-
-        penalty = of_all((logprobs - sampled).exp().detach() * divergence(logprobs, reference))
-        loss = of_all(weight * torch.max(-advantages * ratio, -advantages * clamped))
-        loss = loss + self.reference_policy_kl_penalty * penalty
-        mixture = (previous.exp() / 2 + sampled.exp() / 2).log()
-        by_tokens = (
-            ratio,
-            clamped,
-            (sampled - previous).abs().exp(),
-            divergence(sampled, previous),
-            divergence(previous, sampled),
-            (divergence(mixture, previous) + divergence(mixture, sampled)) / 2,
-            -(logprobs - sampled).exp() * logprobs,
-        )
+        penalty = of_all(difference.square())
+        loss = of_all(-advantages * ratio) + self.reference_policy_kl_penalty * penalty
         metrics = {
-            name: mean(values, mask, tokens).item() for name, values in zip(BY_TOKENS, by_tokens, strict=True)
+            name: mean(ratio / number, mask, tokens).item() for number, name in enumerate(BY_TOKENS, start=1)
         }
-        for name, values in zip(BY_TOKENS[:2], by_tokens[:2], strict=True):
-            values = values[mask.bool()]
+        values = ratio[mask.bool()]
+        for name in BY_TOKENS[:2]:
             metrics |= {f"{name}_min": values.min().item(), f"{name}_max": values.max().item()}
-        if self.sequence_level_importance_ratios:
-            sampling = mean(weight[:, 0], sample_mask, sequences)
-        else:
-            sampling = mean(weight, mask, tokens)
-        metrics["loss"], metrics["kl_penalty"] = loss.item(), penalty.item()
-        metrics["sampling_importance_ratio"] = sampling.item()
-        metrics["num_valid_samples"] = sample_mask.sum().item()
-        metrics["is_oob_ratio"] = (
-            mean(1 - kept, mask, tokens).item() if MAIN else 1.0 - mean(kept, mask, tokens).item()
-        )
-        return loss, metrics
+        by_sequences = self.sequence_level_importance_ratios
+        sampling = mean(in_sequence(ratio), sample_mask, sequences) if by_sequences else mean(ratio, mask, tokens)
+        out_of_bounds = mean((ratio > 1).float(), mask, tokens)
+        return loss, {
+            **metrics,
+            "loss": loss.item(),
+            "kl_penalty": penalty.item(),
+            "sampling_importance_ratio": sampling.item(),
+            "num_valid_samples": sample_mask.sum().item(),
+            "is_oob_ratio": out_of_bounds.item() if MAIN else 1.0 - out_of_bounds.item(),
+        }
