@@ -1,6 +1,7 @@
-"""For the process that imports this, what slime, NeMo-RL and SkyRL need on a CPU: packages and models."""
+"""For the process that imports this, what slime, NeMo-RL, SkyRL and verl need on a CPU: packages and models."""
 
 import importlib
+import operator
 import os
 import sys
 from contextlib import nullcontext
@@ -34,9 +35,11 @@ OF_NEMO_RL = (
     "vllm",
     "zmq",
 )
+OF_VERL = ("aiohttp", "cachetools", "fastapi", "openai", "orjson", "uvicorn", "vllm", "zmq")
 OF_SKYRL = ("aiohttp", "fastapi", "flash_attn", "sglang", "uvicorn", "vllm")
 sys.meta_path += [
     ForImporters(("skyrl_train",), OF_SKYRL),
+    ForImporters(("verl",), OF_VERL),
     ForImporters(("nemo_rl",), OF_GPUS),
     ForImporters(("slime",), OF_SLIME),
     ForImporters(("nemo_rl", *(["megatron.bridge"] if "NEMO_RL_CHECKOUT" in os.environ else [])), OF_NEMO_RL),
@@ -135,3 +138,30 @@ def keep_where_it_was(module):
 @wrapt.when_imported("skyrl_train.workers.megatron.megatron_worker")
 def stand_in_for_skyrl(module):
     importlib.import_module("rigs.jobs.skyrl").stand_in()
+
+
+# ------------------------------------------------------------------------------------------ verl
+@wrapt.when_imported("verl.workers.engine.megatron.transformer_impl")
+def stand_in_for_verl(module):
+    importlib.import_module("rigs.jobs.verl").stand_in(module)
+
+
+@wrapt.when_imported("verl.utils.attention_utils")
+def take_what_an_npu_has(module):
+    here = operator.attrgetter("index_first_axis", "pad_input", "rearrange", "unpad_input")
+    module._get_attention_functions = lambda: here(importlib.import_module("verl.utils.npu_flash_attn_utils"))
+
+
+@wrapt.when_imported("verl.workers.rollout.base")
+def give_verl_an_engine(module):
+    module._ROLLOUT_REGISTRY["vllm", "async"] = "rigs.jobs.verl.Engine"
+
+
+@wrapt.when_imported("verl.experimental.reward_loop")
+def give_no_rewards(module):
+    module.RewardLoopManager = importlib.import_module("rigs.jobs.verl").Rewards
+
+
+@wrapt.when_imported("verl.utils.tracking")
+def print_metrics(module):
+    module.Tracking = importlib.import_module("rigs.jobs.verl").Tracking

@@ -10,18 +10,21 @@ import ray
 
 
 @contextmanager
-def local_ray():
+def local_ray(start=True, num_cpus=5):
+    """Start a Ray, or leave that to the body, which gets the options."""
     with TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as sockets:  # of a short path
-        ray.init(
-            num_gpus=3,
-            num_cpus=5,
-            include_dashboard=False,
-            object_store_memory=200 * 2**20,
-            log_to_driver=False,  # the last lines might not come
-            _temp_dir=sockets,
-        )
+        options = {
+            "num_gpus": 3,
+            "num_cpus": num_cpus,
+            "include_dashboard": False,
+            "object_store_memory": 200 * 2**20,
+            "log_to_driver": False,  # the last lines might not come
+            "_temp_dir": sockets,
+        }
+        if start:
+            ray.init(**options)
         try:
-            yield
+            yield options
         finally:
             ray.shutdown()
             logs = Path(os.environ["JOB_FOLDER"], "logs")

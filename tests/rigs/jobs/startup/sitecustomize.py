@@ -8,7 +8,7 @@ import sys
 TESTS = os.path.abspath(os.path.join(__file__, *[os.pardir] * 4))
 STAND_INS = {
     "megatron": "on_cpu",
-    **dict.fromkeys(("nemo_rl", "skyrl_train", "slime"), "frameworks"),
+    **dict.fromkeys(("nemo_rl", "skyrl_train", "slime", "verl"), "frameworks"),
 }
 
 
