@@ -303,3 +303,12 @@ def test_an_odd_target_does_not_break_the_import_of_another(modules, monkeypatch
     activated(make_patch(odd, name="test.odd"), make_patch(name))
     assert importlib.import_module(name)
     assert "patches could not be considered" in caplog.text and "the spec was read" in caplog.text
+
+
+def test_a_patch_waits_if_one_of_its_modules_can_be_imported(modules):
+    found = []
+    for names in ((modules.write(TARGET), "nowhere_a"), ("nowhere_a", "nowhere_b")):
+        info = PatchInfo("test.louder", "", None, names)
+        waiting = Unloaded(info.name, "test", (info,), tuple, names_are_known=True)
+        found.append(status_of(Engine((), Settings(quiet_value="1"), (waiting,))))
+    assert found == ["pending", "not-installed"]
