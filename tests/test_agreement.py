@@ -55,6 +55,7 @@ def test_many_ranks_are_few_words():
     assert ranks(range(65_536)) == "ranks 0-65535"
     assert ranks(range(0, 32, 2)) == f"ranks {', '.join(map(str, range(0, 32, 2)))}"
     assert ranks([*range(0, 131_072, 2)]) == f"ranks {', '.join(map(str, range(0, 32, 2)))} and 65520 more"
+    assert ranks([rank for rank in range(120) if rank % 3]).endswith(", 46-47 and 48 more")
 
 
 def test_versions_come_first():

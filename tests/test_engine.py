@@ -211,6 +211,7 @@ def test_switched_off(modules, caplog):
     assert importlib.import_module(name).greet("you") == "hello you"
     assert status_of(engine) == "disabled"
     assert engine.records[0].reason == "switched off by MEGAPATCH_DISABLE=test.loud*"
+    engine.restore()
     engine.apply()
     assert status_of(engine) == "disabled"
 

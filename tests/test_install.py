@@ -140,6 +140,8 @@ def test_restoring_an_unknown_name_is_an_error_that_helps():
     engine = make_engine(make_patch("nowhere"))
     with pytest.raises(MegapatchError, match=r"no patch is called 'test.laud'; did you mean test\.louder\?"):
         engine.restore("test.laud")
+    with pytest.raises(MegapatchError, match=r"no patch is called 'test\.laud'"):
+        restoring.matching_names(engine.roster, ["test.louder", "test.laud"])
 
 
 def test_patches_on_one_target_are_restored_from_the_top_down(modules):
@@ -216,6 +218,7 @@ def test_what_is_installed_below_stays_whatever_a_user_restores_or_disables(modu
     target = importlib.import_module(name := modules.write(TARGET))
     engine = make_engine(make_patch(name), disable=("audit.*", "*.softer"))
     engine.install_below([make_patch(name, name="audit.greetings")])
+    assert target.greet("you") == "hello you"  # nothing before that
     engine.activate()
     assert target.greet("you") == "hello you!!"
     engine.restore(*names)

@@ -112,6 +112,16 @@ def test_what_was_put_into_sys_modules_by_hand_is_missed_until_apply(modules, tm
     assert module.greet("you") == "hello you!"
 
 
+def test_so_it_is_until_another_target_is_imported(modules, monkeypatch):
+    name, other = modules.write(TARGET), modules.write(TARGET, stem="other")
+    engine = activated(make_patch(name), make_patch(other, name="test.other"))
+    monkeypatch.setitem(sys.modules, name, module := types.ModuleType(name))
+    exec(TARGET, vars(module))
+    assert status_of(engine) == "missed"
+    importlib.import_module(other)
+    assert module.greet("you") == "hello you!"
+
+
 def test_a_patch_of_others_below_ours_that_is_undone(modules, caplog):
     """Without functools.wraps it looks as a reload does: the module's own function is there again."""
     target = importlib.import_module(name := modules.write(TARGET))
@@ -303,3 +313,12 @@ def test_an_odd_target_does_not_break_the_import_of_another(modules, monkeypatch
     activated(make_patch(odd, name="test.odd"), make_patch(name))
     assert importlib.import_module(name)
     assert "patches could not be considered" in caplog.text and "the spec was read" in caplog.text
+
+
+def test_a_patch_waits_if_one_of_its_modules_can_be_imported(modules):
+    found = []
+    for names in ((modules.write(TARGET), "nowhere_a"), ("nowhere_a", "nowhere_b")):
+        info = PatchInfo("test.louder", "", None, names)
+        waiting = Unloaded(info.name, "test", (info,), tuple, names_are_known=True)
+        found.append(status_of(Engine((), Settings(quiet_value="1"), (waiting,))))
+    assert found == ["pending", "not-installed"]

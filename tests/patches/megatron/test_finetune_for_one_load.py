@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from argparse import Namespace
 
 import pytest
@@ -14,6 +15,7 @@ from rigs.megatron.options import UNPATCHED, Interrupted, needs_training
 
 from megapatch._verify.check import DefectSeen
 from megapatch._verify.checks.loads import start_from_pretrained
+from megapatch.patches.megatron._loads import source_in_megatron
 from megapatch.patches.megatron.finetune_for_one_load import PATCH, noting, put_back, restore, restore_after_hook
 
 pytestmark = needs_training
@@ -75,6 +77,19 @@ def test_a_hook_that_loads_a_base_model_leaves_the_setting_to_its_load_alone():
     for _ in range(2):
         restore(lambda function: lambda args, kwargs: (settings, "own"), load_checkpoint)()
     assert found == [False, False]
+
+
+def test_a_load_may_name_another_argument_for_its_folder(monkeypatch):
+    settings = Namespace(load="own", pretrained_checkpoint="base")
+    monkeypatch.setitem(sys.modules, "checkpointing", Namespace(get_args=lambda: settings))
+
+    def load_checkpoint(ddp_model, load_arg="load"): ...
+
+    load_checkpoint.__module__ = "checkpointing"
+    read = source_in_megatron(load_checkpoint)
+    assert read(([],), {}) == (settings, "own")
+    assert read(([], "pretrained_checkpoint"), {}) == (settings, "base")
+    assert read(([],), {"load_arg": "pretrained_checkpoint"}) == (settings, "base")
 
 
 def verdicts(rank, world_size):

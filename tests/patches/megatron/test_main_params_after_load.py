@@ -6,6 +6,7 @@ programs end as without megapatch, bit for bit; no_harm/loads.py has more of the
 """
 
 import importlib
+import os
 from functools import partial
 from unittest import mock
 
@@ -28,6 +29,7 @@ from rigs.megatron.main_params import (
     trained,
     weights,
 )
+from rigs.megatron.offloading import OFFLOADS, offloading
 from rigs.megatron.options import BOTH, UNPATCHED, Log, attempt
 from rigs.megatron.shapes import shaped
 
@@ -64,6 +66,12 @@ def started(options):
     model = tiny_gpt(**options)
     restore_weights(model, saved)
     return same(followed(model, 2, 3), followed(new_with(options, saved), 2, 3))
+
+
+def started_offloaded():
+    """The same with an optimizer that steps copies on the host of half of its main parameters."""
+    with offloading(OFFLOADS["half"]):
+        return started({**SHARDED, "dtype": "bf16", "optim": OFFLOADS["half"]})
 
 
 def halved(state):
@@ -290,6 +298,8 @@ def programs(rank, world_size):
     init_parallel()
     for program in PROGRAMS:
         yield program.__name__, partial(said_by, program)
+    if not UNPATCHED.items() <= os.environ.items():
+        yield "offloaded", started_offloaded
 
 
 plain = cells_of(programs, 2, env=UNPATCHED)
@@ -310,3 +320,7 @@ def test_a_load_that_differs_is_said_once_a_line(plain, said, program):
         assert "main_params.py:" in text
         assert "reload_model_params()" in text
         assert "lent_weights()" in text
+
+
+def test_the_copies_of_an_offloaded_optimizer_follow(said):
+    assert [found["offloaded"] for found in said] == [True, True]

@@ -100,3 +100,8 @@ def test_groups_that_differ_in_their_rates_alone_are_loaded_as_before():
     one = {GROUPS: [_group(max_lr=1.0)]}
     assert _with_rates_of_groups([_group(max_lr=3.0), _group(max_lr=4.0)], one) == one
     assert _with_rates_of_groups([_group(max_lr=3.0)], state) == state
+
+
+def test_a_rate_that_the_runs_own_group_leaves_to_its_scheduler_is_not_the_checkpoints():
+    (group,) = _with_rates_of_groups([_group()], {GROUPS: [_group(max_lr=1.0, start_wd=1.0)]})[GROUPS]
+    assert group == _group()

@@ -6,7 +6,9 @@ jobs/test_killed.py has it with Megatron's own saves, all asynchronous.
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
@@ -14,7 +16,7 @@ from rigs.imported import run_with_megatron
 from rigs.megatron.options import needs_training
 
 from megapatch.patch import unpatched
-from megapatch.patches.megatron._tracked_checkpoint_of_bridge import diagnose_tracker
+from megapatch.patches.megatron._tracked_checkpoint_of_bridge import diagnose_tracker, save_a_copy_of_the_counters
 from megapatch.patches.megatron.tracked_checkpoint_stays import PATCH, REMOVE, diagnose
 
 REMOVES = f"""
@@ -115,3 +117,13 @@ def test_the_tracked_checkpoint_and_newer_ones_stay(tmp_path):
     }
     both = {(*case, do_async): result for case, result in expected.items() for do_async in (False, True)}
     assert run_with_megatron(left, 1, tmp_path, list(expected)) == [both]
+
+
+def test_a_save_gets_a_copy_of_the_counters_and_the_state_keeps_its_own(monkeypatch):
+    monkeypatch.setitem(sys.modules, "saving", module := ModuleType("saving"))
+    exec(SAVES.replace("    def ", "    state.seen = train_state\n    def ", 1), vars(module))
+    counters = SimpleNamespace(step=1)
+    state = SimpleNamespace(train_state=counters, cfg=SimpleNamespace(checkpoint=SimpleNamespace(async_save=True)))
+    save_a_copy_of_the_counters(module.save_checkpoint)(state, "tracker")
+    assert state.seen is not counters and state.seen == counters
+    assert state.train_state is counters
