@@ -22,6 +22,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy import lm_policy
 from rigs.jobs import nemo_rl as workers
+from rigs.jobs.edge import draw_rollouts, print_metrics
 from rigs.jobs.local_ray import local_ray
 from rigs.jobs.nemo_rl import LENGTH, VOCABULARY
 
@@ -119,16 +120,14 @@ class Generation:
         return lambda *args, **kwargs: {} if name.startswith("get") else True
 
     def roll_out(self, policy_generation, input_batch, *args, **kwargs):
-        draw = random.Random(500 + self.step)
+        logs = input_batch["message_log"]
+        _, answers, rewards = zip(*draw_rollouts(self.step, len(logs), VOCABULARY), strict=True)
         self.step += 1
-        for log in input_batch["message_log"]:
-            tokens = [draw.randint(1, VOCABULARY - 1) for _ in range(draw.randint(3, 10))]
-            logprobs = torch.tensor([-4.1 + 0.2 * draw.random() for _ in tokens])
+        for log, tokens in zip(logs, answers, strict=True):
             answer = {"role": "assistant", "content": "y", "token_ids": torch.tensor(tokens)}
-            log.append({**answer, "generation_logprobs": logprobs})
-        size = len(input_batch["message_log"])
-        input_batch["total_reward"] = torch.tensor([draw.random() for _ in range(size)])
-        input_batch["truncated"] = torch.zeros(size, dtype=torch.bool)
+            log.append({**answer, "generation_logprobs": -4.1 + 0.003 * answer["token_ids"]})
+        input_batch["total_reward"] = torch.tensor(rewards)
+        input_batch["truncated"] = torch.zeros(len(logs), dtype=torch.bool)
         return input_batch, {"mean_gen_tokens_per_sample": 6.0}
 
 
@@ -163,18 +162,10 @@ class Log:
     def log_metrics(self, metrics, step, prefix="", **ignored):
         if prefix == "train" and "loss" in metrics:
             self.done = step
-            found = {name: float(value) for name, value in sorted(metrics.items()) if _counts(name, value)}
-            print("JOB", step, found, flush=True)
+            print_metrics(step, metrics)
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: None
-
-
-def _counts(name, value):
-    """Return whether a metric says what was trained, not how fast."""
-    return isinstance(value, (int, float)) and not any(
-        part in name for part in ("time", "tok", "mem", "sec", "gpu")
-    )
 
 
 def refit(policy, generation, colocated, **ignored):

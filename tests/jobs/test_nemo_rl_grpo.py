@@ -41,7 +41,7 @@ def straight(tmp_path_factory):
 def test_four_steps(straight):
     plain, patched = straight
     assert plain.code == 0
-    assert len(plain.lines("JOB")) == 4
+    assert len(plain.lines("JOB step")) == 4
     assert "nemo_rl.train-after-exception" in patched.applied
     assert_alike(plain, patched)
 
@@ -50,8 +50,8 @@ def test_a_step_that_failed_is_done_again(tmp_path, straight):
     """nemo_rl.train-after-exception: plain the second grpo_train() fails, too."""
     plain, patched = train(tmp_path, JOB_FAIL="10")  # in the third step
     assert plain.code == 1
-    assert plain.lines("JOB") == straight[0].lines("JOB")[:2]
+    assert plain.lines("JOB step") == straight[0].lines("JOB step")[:2]
     assert any("UnboundLocalError" in line for line in plain.printed["all"])
     assert patched.code == 0
     assert any("ConnectionError: a loss that fails" in line for line in patched.printed["all"])
-    assert patched.lines("JOB") == straight[0].lines("JOB")
+    assert patched.lines("JOB step") == straight[0].lines("JOB step")

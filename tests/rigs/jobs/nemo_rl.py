@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import torch
 
+from rigs.jobs.llama import FUSIONS
+
 VOCABULARY, LENGTH = 64, 16
 loss_calls = itertools.count(1)
 """Of this process."""
@@ -100,12 +102,8 @@ def _built(config):
         calculate_per_token_loss=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
         init_method_std=0.2,
+        **dict.fromkeys(FUSIONS, False),
     )
     transformer.make_vocab_size_divisible_by = 1
     gpt = GPTModel(
