@@ -16,7 +16,7 @@ from rigs.command import run
 from rigs.engine import TARGET, make_patch, status_of
 
 from megapatch._engine import strict, third_party
-from megapatch._engine.engine import Engine, own_patches
+from megapatch._engine.engine import Engine, _third_parties, own_patches
 from megapatch._engine.record import Unloaded
 from megapatch._engine.restoring import matching_names
 from megapatch._engine.settings import Settings
@@ -103,7 +103,7 @@ def test_metadata_are_not_read_where_no_folder_mentions_the_group(monkeypatch, t
     (info / "entry_points.txt").write_text("[console_scripts]\nother = other:main\n")
     monkeypatch.setattr(sys, "path", [os.path.dirname(os.__file__), str(tmp_path)])
     monkeypatch.setattr(importlib.metadata, "distributions", lambda **kwargs: pytest.fail("metadata were read"))
-    assert third_party.entry_points(Settings()) == []
+    assert list(_third_parties(Settings())) == []
 
 
 def test_a_module_that_was_imported_before(distribute, target, patches):

@@ -320,7 +320,7 @@ def _load(name: str) -> tuple[Patch]:
 
 def _third_parties(settings: Settings) -> Iterable[Unloaded]:
     """Return a record of each patch of another distribution: most have none."""
-    if settings.no_entry_points or not entry_points.may_be_there():
+    if not entry_points.may_be_there(settings):
         return ()
     from .third_party import records
 

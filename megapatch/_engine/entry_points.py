@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .settings import Settings
 
 GROUP = "megapatch.patches"
 
 
-def may_be_there() -> bool:
-    """Return whether a file of entry points mentions the group. Reading all metadata properly takes long."""
+def may_be_there(settings: Settings) -> bool:
+    """Return whether patches of other distributions may come, and a file of entry points mentions their group.
+
+    Reading all metadata properly takes long.
+    """
+    if settings.no_entry_points:
+        return False
     try:
         return any(map(_mentions_group, folders_with_metadata(sys.path)))
     except Exception:

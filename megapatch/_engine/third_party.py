@@ -15,18 +15,16 @@ from importlib import metadata
 
 from .._version import see
 from ..patch import Patch, PatchInfo
-from .entry_points import GROUP, folders_with_metadata, may_be_there
+from .entry_points import GROUP, folders_with_metadata
 from .record import Unloaded
 from .settings import Settings
 
 log = logging.getLogger("megapatch")
 
 
-def entry_points(settings: Settings) -> list[metadata.EntryPoint]:
+def entry_points() -> list[metadata.EntryPoint]:
     """Read the entry points of the group, of all distributions that are installed, or in a folder that PYTHONPATH
-    names; none where the settings switch them off."""
-    if settings.no_entry_points or not may_be_there():
-        return []
+    names: where they `may_be_there`."""
     try:
         distributions = list(metadata.distributions(path=folders_with_metadata(sys.path)))
     except Exception as error:  # of a finder
@@ -57,7 +55,7 @@ def records(settings: Settings) -> Iterator[Unloaded]:
 
     In the report it is called ``third_party.`` and the distribution; MEGAPATCH_DISABLE knows it by that name.
     """
-    for entry in entry_points(settings):
+    for entry in entry_points():
         distribution = entry.dist.name if entry.dist else "unknown"
         name = f"third_party.{_normalized(distribution)}"
         doc = f"Patches of {distribution}: {entry.value}, loaded with {entry.name}."

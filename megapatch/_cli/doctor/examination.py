@@ -204,7 +204,7 @@ def _with_errors(report: Report, errors: Mapping[str, str]) -> Report:
 
 
 def _third_parties() -> list[Distribution]:
-    entries = third_party.entry_points(this_process().settings)
+    entries = third_party.entry_points() if entry_points.may_be_there(this_process().settings) else []
     return list({entry.dist.name: entry.dist for entry in entries if entry.dist is not None}.values())
 
 
