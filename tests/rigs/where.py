@@ -131,11 +131,7 @@ def runs_without_megatron(file: Path) -> bool:
 
 
 def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests with releases of a framework but a module's one, and with shapes that are not its turn.
-
-    A module's release is the newest that needs its patch, by docs/verdicts.csv; where none does, or the module is
-    of several patches, the newest of those with most of its tests.
-    """
+    """Return the tests with releases of a framework but a module's one, and with shapes that are not its turn."""
     by_module = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
         for name, value in item.callspec.params.items() if hasattr(item, "callspec") else ():
@@ -143,15 +139,19 @@ def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
                 by_module[item.path, name == "shape"][getattr(value, "name", value)].append(item)
     left_out = set()
     for (path, of_shapes), by_name in by_module.items():
-        patch = f"{path.parent.name}.{path.stem.removeprefix('test_')}"
-
-        def fits(name, patch=patch, tests=by_name):
-            return name.replace("_", "-") in _needing()[patch.replace("_", "-")], len(tests[name])
-
-        names = list(by_name)[::-1]  # releases come in order, oldest first
-        taken = _turn(path.stem, names) if of_shapes else max(names, key=fits)
+        taken = _turn(path.stem, list(by_name)[::-1]) if of_shapes else _release_of(path, by_name)
         left_out.update(item for name, tests in by_name.items() if name != taken for item in tests)
     return left_out
+
+
+def _release_of(path: Path, tests: dict[str, list]) -> str:
+    """Return the newest release that needs a module's patch, by docs/verdicts.csv.
+
+    Where none does, or the module is of several patches, the newest of those with most of its tests.
+    """
+    patch = f"{path.parent.name}.{path.stem.removeprefix('test_')}".replace("_", "-")
+    newest_first = reversed(tests)  # they come in order
+    return max(newest_first, key=lambda name: (name.replace("_", "-") in _needing()[patch], len(tests[name])))
 
 
 @cache
