@@ -4,7 +4,7 @@ Stand-ins: the CPU for GPUs, the workers' model (rigs/jobs/nemo_rl.py), rollouts
 """
 
 import pytest
-from rigs.jobs.job import JOBS, TESTS, assert_alike, both_ways
+from rigs.jobs.job import JOBS, TESTS, assert_same_training, both_ways
 from rigs.variables import folder_in
 
 CHECKOUT = folder_in("NEMO_RL_CHECKOUT")
@@ -39,11 +39,7 @@ def straight(tmp_path_factory):
 
 
 def test_four_steps(straight):
-    plain, patched = straight
-    assert plain.code == 0
-    assert len(plain.lines("JOB step")) == 4
-    assert "nemo_rl.train-after-exception" in patched.applied
-    assert_alike(plain, patched)
+    assert_same_training(*straight, 4, "nemo_rl.train-after-exception")
 
 
 def test_a_step_that_failed_is_done_again(tmp_path, straight):

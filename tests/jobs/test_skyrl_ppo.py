@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 from rigs.jobs import llama
-from rigs.jobs.job import JOBS, TESTS, assert_alike, both_ways
+from rigs.jobs.job import JOBS, TESTS, assert_alike, assert_same_training, both_ways
 from rigs.megatron.save import minor
 from rigs.skyrl.releases import RELEASES
 
@@ -56,12 +56,8 @@ def straight(tmp_path_factory):
 
 
 def test_three_steps(straight):
-    plain, patched = straight
-    assert plain.code == 0
-    assert len(plain.lines("JOB step")) == 3
-    assert len(set(plain.lines("JOB weights"))) == 4
-    assert "skyrl.gathered-when-read" in patched.applied
-    assert_alike(plain, patched)
+    assert_same_training(*straight, 3, "skyrl.gathered-when-read")
+    assert len(set(straight[0].lines("JOB weights"))) == 4
 
 
 def test_both_overlaps(tmp_path, straight):

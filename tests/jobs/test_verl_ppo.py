@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 from rigs.jobs import llama
-from rigs.jobs.job import JOBS, TESTS, assert_alike, both_ways
+from rigs.jobs.job import JOBS, TESTS, assert_same_training, both_ways
 from rigs.verl.engine import RELEASES
 
 RELEASE = next((each.folder for each in RELEASES if each.name == "verl-0.7.1"), None)
@@ -48,8 +48,5 @@ def test_three_steps(tmp_path):
     prompts = {"prompt": [[{"role": "user", "content": "w5"}]] * 16, "data_source": ["none"] * 16}
     importlib.import_module("pandas").DataFrame(prompts).to_parquet(tmp_path / "model/prompts.parquet")
     plain, patched = both_ways(tmp_path, JOBS / "verl_ppo.py", FLAGS, reach=REACH, paths=[RELEASE, TESTS])
-    assert plain.code == 0
-    assert len(plain.lines("JOB step")) == 3
+    assert_same_training(plain, patched, 3, "verl.gathered-when-read")
     assert len(set(plain.lines("JOB weights"))) == 4
-    assert "verl.gathered-when-read" in patched.applied
-    assert_alike(plain, patched)

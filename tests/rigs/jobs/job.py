@@ -150,6 +150,14 @@ def run_alone(folder, script, *arguments, env):
     return (folder / "printed").read_text()
 
 
+def assert_same_training(plain, patched, steps, patch):
+    """Compare how two trainings in a Ray have ended, after so many steps, the second with this patch in place."""
+    assert plain.code == 0
+    assert len(plain.lines("JOB step")) == steps
+    assert patch in patched.applied
+    assert_alike(plain, patched)
+
+
 def assert_alike(plain, patched, meant=()):
     """Compare how two jobs have ended, and all elements of their checkpoints and Hugging Face exports.
 
