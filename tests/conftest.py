@@ -7,6 +7,7 @@ import inspect
 import itertools
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -186,7 +187,12 @@ def is_to_run(file, config, quick=True):
     of_framework = any(os.environ.get(name) for name in VARIABLES if name.endswith("_RELEASES"))
     if not config.getoption("ci") or of_framework:
         return True
-    return runs_in_ci(file.relative_to(TESTS).as_posix(), here().get("megatron-core", ""), quick=quick)
+    return runs_in_ci(file.relative_to(TESTS).as_posix(), installed_megatron(), quick=quick)
+
+
+@cache  # thousands of tests ask, and each answer reads the metadata of three distributions
+def installed_megatron():
+    return here().get("megatron-core", "")
 
 
 def wrong_with(folder: Path, variable: Variable) -> str | None:
