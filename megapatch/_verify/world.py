@@ -52,8 +52,11 @@ class Local(NamedTuple):
 
     def run(self, function: Callable[..., Any], *args: Any, env: Mapping[str, str], timeout: float) -> list[Any]:
         from ..testing import run_ranks
+        from ..testing._imported import forked_with
 
-        return run_ranks(function, self.size, *args, env=env, timeout=timeout, device=self.device)
+        on_cpu = self.device == "cpu"
+        with forked_with({**os.environ, **env}) if on_cpu else contextlib.nullcontext():
+            return run_ranks(function, self.size, *args, env=env, timeout=timeout, device=self.device)
 
     def close(self) -> None:
         pass
@@ -175,7 +178,11 @@ def opened(world: World) -> Iterator[None]:
     if world.device == "cuda":
         yield
         return
+    from ..testing._imported import close_servers
     from ..testing._server import server_of_a_program
 
     with server_of_a_program():
-        yield
+        try:
+            yield
+        finally:
+            close_servers()

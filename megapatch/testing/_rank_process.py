@@ -90,7 +90,7 @@ def run(channel: Connection, **job_fields: Any) -> None:
 
 
 def _result(job: Job) -> bytes:
-    _set_warnings()
+    set_warnings()
     local_rank = job.rank if job.local_rank is None else job.local_rank
     os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(job.world_size))
     if job.device == "cpu":
@@ -172,7 +172,7 @@ class _ByFile(MetaPathFinder):
         return None
 
 
-def _set_warnings() -> None:
+def set_warnings() -> None:
     """Replace the caller's warning filters.
 
     Megatron and torch warn a lot on a machine without a GPU, and warnings of torch's C code are attributed to the
