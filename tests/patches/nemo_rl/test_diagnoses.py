@@ -54,6 +54,19 @@ class InPart(Release):
     def abort_train_step(self): ...
 
 
+class HasNoHooks(Main):
+    enable_forward_pre_hook = ...
+
+
+class KnowsNoHooks(Main):
+    @nvtx
+    def train(self, data, loss_fn): ...
+
+
+class HasNoSaves(Main):
+    save_checkpoint = ...
+
+
 class KnowsHooks(Main):
     @nvtx
     def finish_train_step(self):
@@ -89,10 +102,9 @@ for name in ("prepare_for_lp_inference", *open_step_guard.LOSING):
 
 
 def flat(cls):
-    """With all of it in one class, as NeMo-RL's."""
-    return type(
-        "MegatronPolicyWorkerImpl", (), {k: v for one in reversed(cls.__mro__[:-1]) for k, v in vars(one).items()}
-    )
+    """With all of it in one class, as NeMo-RL's, but for names whose value is an ellipsis."""
+    names = {k: v for one in reversed(cls.__mro__[:-1]) for k, v in vars(one).items()}
+    return type("MegatronPolicyWorkerImpl", (), {k: v for k, v in names.items() if v is not ...})
 
 
 def module(cls=None):
@@ -113,8 +125,11 @@ CASES = [
     (SPLIT, InPart, UNKNOWN, "begin_train_step"),
     (HOOK, Release, ABSENT, "no finish_train_step of its own"),
     (HOOK, Main, NEEDED, "leaves the hooks off"),
+    (HOOK, HasNoHooks, UNKNOWN, "enable_forward_pre_hook"),
+    (HOOK, KnowsNoHooks, UNKNOWN, "forward_pre_hook_disabled in the methods of"),
     (HOOK, KnowsHooks, FIXED, "puts the hooks back"),
     (ABORT, Release, ABSENT, "no abort_train_step of its own"),
+    (ABORT, InPart, UNKNOWN, "begin_train_step"),
     (ABORT, Main, NEEDED, "does not reset the rerun state machine"),
     (ABORT, Resets, FIXED, "mentions the rerun state machine"),
     (ABORT, ResetsInPart, NEEDED, "does not reset the routers' counts"),
@@ -124,6 +139,7 @@ CASES = [
         NEEDED,
         "not refused while a train step is open: prepare_for_lp_inference, save_checkpoint, train",
     ),
+    (GUARD, HasNoSaves, UNKNOWN, "save_checkpoint"),
     (GUARD, Refuses, FIXED, "the worker refuses them itself"),
 ]
 
@@ -148,6 +164,14 @@ def test_forks_are_not_supported(verdict, patch):
     found = verdict(patch, module())
     assert (found.kind, "trains with a fork of Megatron" in found.reason) == (UNSUPPORTED, True)
     assert verdict(patch, ModuleType("nothing")).kind is UNKNOWN
+
+
+def test_a_function_that_a_split_step_calls_has_to_be_there(verdict):
+    for name in split_train_step.CALLED:
+        found = module(Release)
+        delattr(found, name)
+        refused = verdict(SPLIT, found)
+        assert (refused.kind, refused.reason) == (UNKNOWN, f"expected but not found: made_up.{name}")
 
 
 def codes(function):
