@@ -36,6 +36,10 @@ def test_a_name_in_a_docstring_is_not_in_the_code():
     assert unmet.names(f"{__name__}:asserts", "gather") == []  # in a text of the code
 
 
+def refuses(model):
+    raise ValueError("call gather() before")
+
+
 HERE = f"{__name__}:"
 
 
@@ -43,7 +47,7 @@ HERE = f"{__name__}:"
     ("found", "expected"),
     [
         (unmet.names(f"{HERE}gone", "model"), [f"{HERE}gone"]),
-        (unmet.names(f"{HERE}gathers", "two words"), [f'the text "two words" in {HERE}gathers']),
+        (unmet.names(f"{HERE}refuses", "before", "two words"), [f'the text "two words" in {HERE}refuses']),
         (unmet.parameters(f"{HERE}gathers", "model", "gone"), [f"parameter gone of {HERE}gathers"]),
         (unmet.parameters(f"{HERE}HERE", "model"), [f"{HERE}HERE"]),
         (unmet.attributes(HERE, "gathers", "gone"), [f"{__name__}.gone"]),
