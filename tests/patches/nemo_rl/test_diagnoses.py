@@ -6,7 +6,7 @@ import sys
 from types import CodeType, FunctionType, ModuleType
 
 import pytest
-from rigs.diagnosed_sources import verdict_of
+from rigs.diagnosed_sources import assert_verdict_of_source, each_source, verdict_of
 
 import megapatch.patches.nemo_rl
 from megapatch.patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED
@@ -15,6 +15,8 @@ from megapatch.patches.nemo_rl import (
     forward_pre_hook_after_split,
     open_step_guard,
     split_train_step,
+    split_train_step_policy,
+    sync_weights_version,
 )
 
 
@@ -172,6 +174,63 @@ def test_a_function_that_a_split_step_calls_has_to_be_there(verdict):
         delattr(found, name)
         refused = verdict(SPLIT, found)
         assert (refused.kind, refused.reason) == (UNKNOWN, f"expected but not found: made_up.{name}")
+
+
+DATA_PLANE = """
+class TQPolicy:
+    def __init__(self): self.dp_client = self._router_replay_enabled = None
+    def _stamp_pad_seqlen(self): ...
+    def {packing}(self): ...
+DP_TRAIN_FIELDS = fields_with_optional_routed_experts = ()
+def shard_meta_for_dp({world}, batch_size, sequence_packing_args, dynamic_batching_args): ...
+class TQWorkerMixin:
+    def _fetch(self): ...
+    def _attach_or_repack_pack_metadata(self): ...
+    def {leader}(self): ...
+"""
+SYNCHRONIZER = """
+class WeightSynchronizer:
+    {kind} sync_weights(self, {parameters}): ...
+"""
+
+
+def data_plane(packing="_packing_args", world="dp_world", leader="_is_replica_leader"):
+    return DATA_PLANE.format(packing=packing, world=world, leader=leader)
+
+
+SOURCES = {
+    split_train_step_policy.diagnose_tq_policy: {
+        "policy: as known": (data_plane(), "needed", "only train_from_meta()"),
+        "policy: no packing": (data_plane(packing="gone"), "unknown", "_packing_args"),
+        "policy: another shard": (data_plane(world="gone"), "unknown", "parameter dp_world"),
+    },
+    split_train_step_policy.diagnose_mixin: {
+        "mixin: as known": (data_plane(), "needed", "only train_presharded()"),
+        "mixin: no leader": (data_plane(leader="gone"), "unknown", "_is_replica_leader"),
+    },
+}
+
+
+@each_source(SOURCES)
+def test_the_verdict_on_a_data_plane(source_case, modules):
+    assert_verdict_of_source(source_case, modules)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind", "verdict", "reason"),
+    [
+        ("timer", "def", NEEDED, "takes no version"),
+        ("timer, version", "async def", FIXED, "takes a version"),
+        ("clock", "def", UNKNOWN, "parameter timer"),
+        ("timer", "async def", UNKNOWN, "as a plain function"),
+    ],
+)
+def test_the_verdict_on_a_synchronizer(monkeypatch, parameters, kind, verdict, reason):
+    module = ModuleType(sync_weights_version.MODULE)
+    exec(SYNCHRONIZER.format(kind=kind, parameters=parameters), vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = verdict_of(sync_weights_version.diagnose, module)
+    assert (found.kind, reason in found.reason) == (verdict, True), found
 
 
 def codes(function):
