@@ -15,9 +15,12 @@ from megapatch.patches.nemo_rl import (
     forward_pre_hook_after_split,
     open_step_guard,
     split_train_step,
+    split_train_step_dtensor,
     split_train_step_policy,
     sync_weights_version,
+    train_after_exception,
 )
+from megapatch.patches.nemo_rl._workers import DTENSOR_WORKERS
 
 
 def nvtx(function):
@@ -188,10 +191,6 @@ class TQWorkerMixin:
     def _attach_or_repack_pack_metadata(self): ...
     def {leader}(self): ...
 """
-SYNCHRONIZER = """
-class WeightSynchronizer:
-    {kind} sync_weights(self, {parameters}): ...
-"""
 
 
 def data_plane(packing="_packing_args", world="dp_world", leader="_is_replica_leader"):
@@ -216,21 +215,66 @@ def test_the_verdict_on_a_data_plane(source_case, modules):
     assert_verdict_of_source(source_case, modules)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "kind", "verdict", "reason"),
-    [
-        ("timer", "def", NEEDED, "takes no version"),
-        ("timer, version", "async def", FIXED, "takes a version"),
-        ("clock", "def", UNKNOWN, "parameter timer"),
-        ("timer", "async def", UNKNOWN, "as a plain function"),
-    ],
-)
-def test_the_verdict_on_a_synchronizer(monkeypatch, parameters, kind, verdict, reason):
-    module = ModuleType(sync_weights_version.MODULE)
-    exec(SYNCHRONIZER.format(kind=kind, parameters=parameters), vars(module))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    found = verdict_of(sync_weights_version.diagnose, module)
-    assert (found.kind, reason in found.reason) == (verdict, True), found
+SYNCHRONIZER = """
+class WeightSynchronizer:
+    {kind} sync_weights(self, {parameters}): ...
+"""
+DTENSOR = """
+class DTensorPolicyWorkerImpl:
+    def train(self, data, loss_fn):
+        self.dp_mesh, self.dp_size, self.max_grad_norm, self.scheduler
+        self.optimizer.zero_grad()
+        self.optimizer.{step}()
+    {more}
+class DTensorPolicyWorker(DTensorPolicyWorkerImpl): ...
+class BatchedDataDict:
+    from_batches = get_batch = select_indices = {slice} = None
+"""
+TIMER = """
+class Timer:
+    def __init__(self): self.{times} = {{}}
+    def start(self, label):
+        if label in self.{times}: {again}
+        self.{times}[label] = 0.0
+"""
+
+
+def synchronizer(parameters="timer", kind="def"):
+    return sync_weights_version.MODULE, SYNCHRONIZER.format(kind=kind, parameters=parameters)
+
+
+def dtensor(step="step", more="", slice_="slice"):
+    return next(iter(DTENSOR_WORKERS)), DTENSOR.format(step=step, more=more, slice=slice_)
+
+
+def timer(times="_start_times", again="raise ValueError"):
+    return train_after_exception.TIMER, TIMER.format(times=times, again=again)
+
+
+SYNC, WORKER, CLOCK = sync_weights_version, split_train_step_dtensor, train_after_exception
+NAMED = [
+    (SYNC.diagnose, synchronizer(), NEEDED, "takes no version"),
+    (SYNC.diagnose, synchronizer("timer, version", "async def"), FIXED, "takes a version"),
+    (SYNC.diagnose, synchronizer("clock"), UNKNOWN, "parameter timer"),
+    (SYNC.diagnose, synchronizer(kind="async def"), UNKNOWN, "as a plain function"),
+    (WORKER.diagnose, dtensor(), NEEDED, "has only train()"),
+    (WORKER.diagnose, dtensor(step="gone"), UNKNOWN, "step in DTensorPolicyWorkerImpl.train"),
+    (WORKER.diagnose, dtensor(slice_="gone"), UNKNOWN, "BatchedDataDict.slice"),
+    (WORKER.diagnose, dtensor(more="def begin_train_step(self): ..."), UNKNOWN, "Impl.train_microbatch"),
+    (CLOCK.diagnose_timer, timer(), NEEDED, "can never be started again"),
+    (CLOCK.diagnose_timer, timer(again="pass"), FIXED, "can be started again"),
+    (CLOCK.diagnose_timer, timer(times="_times"), UNKNOWN, "_start_times"),
+]
+
+
+@pytest.mark.parametrize(("diagnose", "source", "kind", "reason"), NAMED)
+def test_the_verdict_on_a_module_that_is_known_by_its_name(monkeypatch, diagnose, source, kind, reason):
+    name, code = source
+    made_up = ModuleType(name)
+    exec(code, vars(made_up))
+    monkeypatch.setitem(sys.modules, name, made_up)
+    found = verdict_of(diagnose, made_up)
+    assert (found.kind, reason in found.reason) == (kind, True), found
 
 
 def codes(function):
