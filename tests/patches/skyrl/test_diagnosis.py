@@ -129,6 +129,7 @@ SOURCES = {
     },
     weight_sync_pause.diagnose: {
         "dispatch: no pause": (code(DISPATCH, BROADCAST), "needed", "while engines serve"),
+        "dispatch: another": (code(DISPATCH, "self.send()"), "unknown", "_inference_engine_client in"),
         "dispatch: fixed": (
             code(DISPATCH, PAUSE, *in_finally(BROADCAST, last=RESUME)),
             "fixed",
@@ -140,6 +141,11 @@ SOURCES = {
     },
     async_trainer_resume.diagnose: {
         "trainer: no finally": (trainer(SYNC, PAUSE, SYNC, RESUME), "needed", "does not resume"),
+        "trainer: no client": (
+            trainer(SYNC, PAUSE, SYNC, RESUME, client="engines"),
+            "unknown",
+            "engine_client in",
+        ),
         "trainer: finally": (trainer(SYNC, PAUSE, *in_finally(SYNC, last=RESUME)), "unknown", ITS_SYNCS),
         "trainer: no first sync": (trainer(PAUSE, SYNC, RESUME), "unknown", ITS_SYNCS),
         "trainer: by the dispatch": (trainer(BY_DISPATCH, client="engines"), "fixed", "WorkerDispatch"),
@@ -147,6 +153,11 @@ SOURCES = {
     pause_rollback.diagnose: {
         "client: set for good": (code(CLIENT, LOOK, SET, "await abort()"), "needed", "leaves"),
         "client: taken back": (code(CLIENT, LOOK, SET, *TAKEN_BACK), "fixed", "clears its own mark"),
+        "client: another mark": (
+            code(CLIENT, LOOK, SET).replace("_event = Event()", "_mark = Event()"),
+            "unknown",
+            "generation_paused_event in",
+        ),
         "client: no mark": (
             code(CLIENT, "await abort()").replace("self.generation_paused_event = Event()", "pass"),
             "absent",
