@@ -10,6 +10,7 @@ import pickle
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from rigs.engine import make_patch
@@ -17,7 +18,7 @@ from rigs.engine import make_patch
 from megapatch import patches
 from megapatch._python.layers import MARK
 from megapatch.errors import MisuseError
-from megapatch.patch import Patch, Status, VerdictKind, unpatched
+from megapatch.patch import ABSENT, Patch, Status, VerdictKind, unpatched
 from megapatch.patches import PATCHES
 from megapatch.patches._catalogue import CATALOGUE, RETIRED, of_family
 
@@ -68,6 +69,19 @@ def test_a_patch_is_one_file_whose_docstring_tells_all(patch):
 def test_each_site_of_megatron_replaces_something():
     sites = [site for patch in PATCHES if patch.family == "megatron" for site in patch.sites]
     assert [site.module for site in sites if not site.replace] == []
+
+
+def test_each_diagnosis_refuses_code_that_has_nothing_of_what_it_looks_for():
+    """Without torch or Megatron: each looks for names before it runs anything."""
+    found = {
+        (patch.name, site.module): site.diagnose(ModuleType(site.module))
+        for patch in PATCHES
+        for site in patch.sites
+    }
+    known_to_lack_it = {("megatron.save-fails-everywhere", "megatron.core.dist_checkpointing.validation")}
+    assert {site for site, verdict in found.items() if verdict.kind is ABSENT} == known_to_lack_it
+    refused = {site for site, verdict in found.items() if verdict.reason.startswith("expected but not found: ")}
+    assert found.keys() - refused == known_to_lack_it
 
 
 def test_a_patch_has_one_site_in_a_module():

@@ -118,6 +118,18 @@ def test_each_of_megatrons_patches_has_quick_tests():
     }
 
 
+@pytest.mark.parametrize(
+    ("file", "minors"),
+    [
+        ("test_rerun_state_dict.py", {"0.14", "0.15", "0.16", "0.17"}),
+        ("test_rerun_transient_fault.py", {"0.12", "0.13", "0.14", "0.15", "0.16", "0.17"}),
+    ],
+)
+def test_a_patch_that_the_newest_megatron_does_not_need_runs_with_one_that_does(file, minors):
+    quick = {minor for minor in OLDER if runs_in_ci(f"patches/megatron/{file}", f"{minor}.2")}
+    assert len(quick & minors) == 1
+
+
 def test_each_line_of_the_shares_is_of_some_module():
     modules = [file.relative_to(TESTS).as_posix() for file in TESTS.glob("**/test_*.py")]
     assert [line for line in SHARES if not any(module.startswith(line) for module in modules)] == []

@@ -6,6 +6,7 @@ The scenarios of the patches of Megatron are those of `megapatch verify`, with a
 import argparse
 import functools
 import importlib
+import logging
 import random
 import sys
 from types import SimpleNamespace
@@ -99,6 +100,7 @@ def test_every_patch_keeps_the_contract(monkeypatch):
 # ------------------------------------------------------------------------------------ it finds mistakes
 def draws(module):
     random.random()
+    logging.getLogger("megatron").warning("training ends here")
     return Verdict(FIXED if MARK in vars(module.rgb_to_hsv) else NEEDED, "it sees its own repair")
 
 
@@ -140,6 +142,7 @@ def test_what_is_wrong_is_listed():
         check_contract(broken)
     for expected in (
         "test.careless: its diagnosis changes Python's random numbers",
+        "test.careless: its diagnosis logs training ends here",
         "test.careless: once patched, its verdict is ",
         "test.careless: restore() leaves colorsys:ONE_THIRD changed",
         "test.careless: needed is True, and without the patch its scenario ends with None",

@@ -84,6 +84,23 @@ def test_exporters(made, found, kind, words):
     assert words in verdict.reason
 
 
+def save(wrapper):
+    return wrapper.chunks.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "words"),
+    [
+        ("wrapper.chunks", "needed", "save() reads"),
+        ("wrapper.module", "unknown", "module in made_up:save"),
+        ("model.chunks", "unknown", "parameter model of made_up:save"),
+    ],
+)
+def test_a_model_that_is_an_attribute_of_a_parameter(made, model, kind, words):
+    verdict = verdict_of(Reader("save", model).diagnose, made(save=save))
+    assert (verdict.kind.value, words in verdict.reason) == (kind, True), verdict
+
+
 def test_a_gather_behind_a_decorator_that_says_nothing_of_itself(made):
     verdict = verdict_of(Reader("export", "args").diagnose, made(export=hidden_export))
     assert verdict.kind.value == "fixed"

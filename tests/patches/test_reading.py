@@ -1,10 +1,23 @@
 """Helpers by which diagnoses read upstream's code, and stand-ins with which they run it."""
 
+import re
 import subprocess
 import sys
 
+import pytest
+
 from megapatch._python.dotted import find
-from megapatch.patches._diagnosis import StandIn, in_finally, real_imports_but, resolve, unmet
+from megapatch.patch import ABSENT, FIXED, NEEDED, UNKNOWN, NotAsExpected, Verdict
+from megapatch.patches import _diagnosis
+from megapatch.patches._diagnosis import (
+    StandIn,
+    expect_none,
+    in_finally,
+    most_urgent,
+    real_imports_but,
+    resolve,
+    unmet,
+)
 from megapatch.patches.nemo_rl._workers import takes
 
 
@@ -21,6 +34,53 @@ def test_a_name_in_a_docstring_is_not_in_the_code():
     path = f"{__name__}:gathers"
     assert unmet.names(path, "start_param_sync", "gather") == [f"gather in {path}"]
     assert unmet.names(f"{__name__}:asserts", "gather") == []  # in a text of the code
+
+
+def refuses(model):
+    raise ValueError("call gather() before")
+
+
+HERE = f"{__name__}:"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (unmet.names(f"{HERE}gone", "model"), [f"{HERE}gone"]),
+        (unmet.names(f"{HERE}refuses", "before", "two words"), [f'the text "two words" in {HERE}refuses']),
+        (unmet.parameters(f"{HERE}gathers", "model", "gone"), [f"parameter gone of {HERE}gathers"]),
+        (unmet.parameters(f"{HERE}HERE", "model"), [f"{HERE}HERE"]),
+        (unmet.attributes(HERE, "gathers", "gone"), [f"{__name__}.gone"]),
+        (unmet.attributes(f"{HERE}gathers", "__name__", "gone"), [f"{HERE}gathers.gone"]),
+        (unmet.reads(f"{HERE}gathers", "start_param_sync", "model"), [f"model in {HERE}gathers"]),
+        (unmet.reads(f"{HERE}asserts", "gather() has to run before"), []),  # as getattr() would read it
+        (unmet.reads(f"{HERE}gone", "model"), [f"model in {HERE}gone"]),
+    ],
+)
+def test_what_is_missing_is_listed_and_refused(found, expected):
+    assert found == expected
+    if expected:
+        with pytest.raises(NotAsExpected, match=f"^expected but not found: {re.escape(', '.join(expected))}$"):
+            expect_none(*found)
+    else:
+        expect_none(*found)
+
+
+def test_a_name_that_is_gone_is_absent_only_where_the_release_is_known_to_lack_it():
+    here = sys.modules[__name__]
+    assert _diagnosis.gone("f", here, lambda module: "it came later") == Verdict(
+        ABSENT, "this version has no f: it came later"
+    )
+    for lacking in (None, lambda module: ""):
+        with pytest.raises(NotAsExpected, match=f"{HERE}f$"):
+            _diagnosis.gone("f", here, lacking)
+
+
+def test_of_several_verdicts_the_most_urgent_counts():
+    unknown, needed, fixed = (Verdict(kind, "reason") for kind in (UNKNOWN, NEEDED, FIXED))
+    assert most_urgent(fixed, unknown, needed) is unknown
+    assert most_urgent(fixed, needed, fixed) is needed
+    assert most_urgent(fixed) is fixed
 
 
 def test_upstreams_own_package_is_not_imported_while_a_diagnosis_runs_its_code():

@@ -4,10 +4,12 @@ A scenario is a function at module level that raises where it meets its patch's 
 imports what is patched inside. The orders of importing and activating are in tests/test_import_orders.py.
 """
 
+import contextlib
 import copy
 import functools
 import importlib
 import inspect
+import logging
 import os
 import pickle
 import random
@@ -53,7 +55,7 @@ def check_contract(scenarios, setup=None, verified=()):
     - the defect shows without the patch, if the diagnosis says that it is needed, and not with it
     - a keyword that upstream adds to a target reaches the original
     - the replacement is a plain function with the original's signature that pickles and copies
-    - the diagnosis leaves no trace, needs no process group, and gives the same verdict on patched code
+    - the diagnosis leaves no trace, logs nothing, needs no process group, and says the same of patched code
     - `restore()` puts everything back, the identical objects
 
     Args:
@@ -171,7 +173,9 @@ def broken_by(rank, world_size, patches):
     problems, verdicts, before = [], {}, {}
     for record in engine.roster.sites:
         before[record], around = contents_of(record), surroundings()
-        verdicts[record] = verdict_of(record)
+        with said() as lines:
+            verdicts[record] = verdict_of(record)
+        problems += [f"{record.patch.name}: its diagnosis logs {line}" for line in lines]
         after = surroundings()
         changed = [name for name in around if around[name] != after[name]] + changed_since(before[record], record)
         problems += [f"{record.patch.name}: its diagnosis changes {name}" for name in changed]
@@ -186,6 +190,18 @@ def broken_by(rank, world_size, patches):
         changed = changed_since(contents, record)
         problems += [f"{record.patch.name}: restore() leaves {name} changed" for name in changed]
     return problems
+
+
+@contextlib.contextmanager
+def said():
+    """Yield a list that gets the lines which are logged meanwhile."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 def differences(target):

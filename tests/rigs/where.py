@@ -45,7 +45,7 @@ EACH, ON_THE_READMES = (*OLDER, NEWEST), ("0.16",)
 # The Megatrons of a module, by the first line that begins its path. A module without a line runs with the newest
 # and one older one, by turns. One that needs none runs with the README's Python and one of the other two.
 # Whatever the table says, quick tests of TrainStep run with each, where a wrong divisor fails, and those of
-# Megatron's patches, the defect and the repair, with one older one.
+# Megatron's patches, the defect and the repair, with one older one, which needs the patch if the newest does not.
 SHARES = {
     "patches/megatron/test_diagnos": EACH,
     "patches/megatron/test_edits.py": EACH,
@@ -120,7 +120,7 @@ def runs_in_ci(
     if quick and module == QUICK_WITH_EACH:
         return True
     by_turns = share is None or (quick and module.startswith(QUICK_BY_TURNS))
-    return minor in (share or ()) or (by_turns and minor == _turn(module, OLDER))
+    return minor in (share or ()) or (by_turns and minor == _turn(module, _older_ones_of(Path(module))))
 
 
 @cache
@@ -149,19 +149,34 @@ def _release_of(path: Path, tests: dict[str, list]) -> str:
 
     Where none does, or the module is of several patches, the newest of those with most of its tests.
     """
-    patch = f"{path.parent.name}.{path.stem.removeprefix('test_')}".replace("_", "-")
+    needing = set().union(*_needing()[_patch_of(path)].values())
     newest_first = reversed(tests)  # they come in order
-    return max(newest_first, key=lambda name: (name.replace("_", "-") in _needing()[patch], len(tests[name])))
+    return max(newest_first, key=lambda name: (name.replace("_", "-") in needing, len(tests[name])))
+
+
+def _patch_of(path: Path) -> str:
+    """Return the name, with hyphens alone, of the patch that a module of tests has its name from."""
+    return f"{path.parent.name}.{path.stem.removeprefix('test_')}".replace("_", "-")
 
 
 @cache
-def _needing() -> dict[str, set[str]]:
-    """Return the releases that need a patch, as ``skyrl-train-0.3.1``, by its name with hyphens alone."""
-    found = collections.defaultdict(set)
+def _needing() -> dict[str, dict[str, set[str]]]:
+    """Return the releases that need a patch, as ``skyrl-train-0.3.1``, by its name with hyphens and by site."""
+    found: dict[str, dict[str, set[str]]] = collections.defaultdict(dict)
     for (patch, module), cells in table.read(table.FILE.read_text()).items():
         releases = {f"{project_of(module)}-{name}" for name, cell in cells.items() if cell.verdict == "needed"}
-        found[patch.replace("_", "-")] |= releases
+        found[patch.replace("_", "-")][module] = releases
     return found
+
+
+@cache
+def _older_ones_of(path: Path) -> Sequence[str]:
+    """Return the older Megatrons that a module may run with: those with a defect that the newest lacks."""
+    found = set()
+    for releases in _needing()[_patch_of(path)].values():
+        minors = {minor for minor in EACH if any(name.startswith(f"megatron-core-{minor}.") for name in releases)}
+        found |= set() if NEWEST in minors else minors
+    return sorted(found) or OLDER
 
 
 def with_nightly(cases: list) -> list:

@@ -58,7 +58,7 @@ def diagnose(package: ModuleType) -> Verdict:
 def diagnose_microbatches(package: ModuleType) -> Verdict:
     """Let the real code set the scale of these losses for two context parallel ranks."""
     with running("the loss of a microbatch"):
-        one, two = (one_microbatch(package.schedules, num_tokens=1, cp_size=size).scale for size in (1, 2))
+        one, two = (one_microbatch(resolve(f"{MODULE}:"), 1, cp_size=size).scale for size in (1, 2))
     if (one, two) == (1, 2):
         return Verdict(FIXED, "auxiliary losses are scaled by the context parallel size")
     if (one, two) != (1, 1):
@@ -71,7 +71,7 @@ def diagnose_microbatches(package: ModuleType) -> Verdict:
 def diagnose_tokens(package: ModuleType) -> Verdict:
     """Let the real router attach its z-loss for one of two ranks."""
     with running("apply_z_loss()"):
-        weight = weight_per_token(resolve(f"{ROUTER}:TopKRouter.apply_z_loss"), package.schedules.torch)
+        weight = weight_per_token(resolve(f"{ROUTER}:TopKRouter.apply_z_loss"), sys.modules["torch"])
     if weight == 2:
         return Verdict(FIXED, "auxiliary losses per token are scaled by the ranks that share a sequence")
     if weight != 1:

@@ -46,8 +46,7 @@ STATUS = ("stat", "fstat", "lstat", "getmtime")
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real method: it keeps metadata by path, or asks for the file's status first."""
-    expect_none(*unmet.attributes(f"{module.__name__}:", READER))
-    reader = getattr(module, READER)
+    reader: Any = getattr(module, READER, None)
     read, initialize = f"{module.__name__}:{READER}.read_metadata", f"{module.__name__}:{READER}.__init__"
     if not hasattr(reader, CACHE) and not unmet.names(read, OWN):
         return Verdict(ABSENT, "in this version each reader keeps only what it has read itself")

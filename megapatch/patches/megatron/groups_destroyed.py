@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-import dis
 import functools
 import logging
 import sys
@@ -124,7 +123,8 @@ class _Layout:
             self.groups += groups
             self.noted = self.begun
         state = vars(sys.modules[PARALLEL_STATE])
-        self.globals |= {name: (value, state[name]) for name, value in before.items() if state[name] != value}
+        after = {name: state.get(name) for name in before}
+        self.globals |= {name: (value, after[name]) for name, value in before.items() if after[name] != value}
 
 
 def _noted(place: str) -> Noted | None:
@@ -184,22 +184,22 @@ def _state_after(destroy: FunctionType, destroyed: list[Any]) -> dict[str, Any]:
     return namespace
 
 
-def _globals_set_by(initialize: Any) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the globals that the function's code assigns, and lists and dictionaries."""
-    codes = list(codes_of(initialize))
-    steps = [step for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"]
-    assigned, named = {step.argval for step in steps}, {name for code in codes for name in code.co_names}
+def _globals_of(initialize: Any) -> Callable[[], dict[str, Any]]:
+    """Return a function that returns the globals that the function's code names, lists and dictionaries copied."""
+    names = {name for code in codes_of(initialize) for name in code.co_names}
 
     def values() -> dict[str, Any]:
         state = vars(sys.modules[PARALLEL_STATE])
-        containers = {name: copy.copy(state[name]) for name in named if isinstance(state.get(name), (list, dict))}
-        return {**{name: state.get(name) for name in assigned}, **containers}
+        found = {name: state.get(name) for name in names}
+        return {
+            name: copy.copy(value) if isinstance(value, (list, dict)) else value for name, value in found.items()
+        }
 
     return values
 
 
 def note_groups(initialize_model_parallel: Callable[..., Any]) -> Callable[..., Any]:
-    values = _globals_set_by(initialize_model_parallel)
+    values = _globals_of(initialize_model_parallel)
 
     @functools.wraps(initialize_model_parallel)
     def patched_initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:

@@ -88,7 +88,6 @@ MODULE = "megatron.training.training"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real function: running it needs a process group, a model and half of Megatron's globals."""
-    expect_none(*unmet.attributes(f"{MODULE}:", "train"))
     train = f"{MODULE}:train"
     expect_none(
         *unmet.parameters(train, "model", "config"),

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..._mcore.known import CONFIG, is_a
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import expect_none, running, unmet
+from .._diagnosis import expect_none, resolve, running, unmet
 from ._schedules import MODULE, PACKAGE, one_microbatch
 
 FORWARD_STEP = f"{MODULE}:forward_step"
@@ -39,9 +39,9 @@ def diagnose(package: ModuleType) -> Verdict:
         *unmet.parameters(FORWARD_STEP, "forward_step_func", "config"),
     )
     with running("the loss of a microbatch"):
-        loss = one_microbatch(package.schedules, num_tokens=0, cp_size=1).loss
+        loss = one_microbatch(resolve(f"{MODULE}:"), num_tokens=0, cp_size=1).loss
     if math.isnan(loss):
-        expect_none(*_not_passed_on(package.schedules))
+        expect_none(*_not_passed_on(resolve(f"{MODULE}:")))
         return Verdict(NEEDED, "a microbatch without tokens has a loss of NaN")
     if loss == 0:
         return Verdict(FIXED, "a microbatch without tokens has a loss of 0")

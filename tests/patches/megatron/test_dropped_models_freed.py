@@ -87,9 +87,12 @@ def test_a_hook_does_what_the_originals_does_as_long_as_its_owner_is_there():
 
         return hook
 
+    def of(hook, *arguments):  # a function without a closure, in that of a hook
+        return hook(*arguments)
+
     def make_around(self, param):
         hook = make(self, param)
-        return lambda *unused: (self.result, hook(*unused))
+        return lambda *unused: (self.result, of(hook, *unused))
 
     for maker, result in ((make, Owner.result), (make_around, (Owner.result, Owner.result))):
         owner = Owner()

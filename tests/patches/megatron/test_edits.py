@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from types import ModuleType
 
 import pytest
 from rigs.chosen import chosen
@@ -61,4 +62,21 @@ def test_a_target_with_another_body_is_refused():
                     with edited(module, path, edit) as changed:
                         if not changed or site.diagnose(module).kind is not UNKNOWN:
                             missed.append(f"{patch.name}, {path}, {edit.__name__}")
+    assert not missed, "\n".join(missed)
+
+
+@needs_megatron
+@pytest.mark.every_patch("megatron")
+def test_a_package_without_attributes_for_its_submodules_is_known(monkeypatch):
+    """As one is that was imported again after Ctrl-C has ended its first import."""
+    warnings.simplefilter("ignore")
+    missed = []
+    for patch, site, module in needed_sites():
+        with monkeypatch.context() as patching:
+            for name, value in [*vars(module).items()]:
+                if isinstance(value, ModuleType) and value.__name__ == f"{module.__name__}.{name}":
+                    patching.delattr(module, name)
+            verdict = site.diagnose(module)
+        if verdict.kind is not NEEDED:
+            missed.append(f"{patch.name}, {site.module}: {verdict.reason}")
     assert not missed, "\n".join(missed)

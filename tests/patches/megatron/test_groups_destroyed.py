@@ -3,7 +3,9 @@
 import functools
 import importlib
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.process_groups import initialize, resources
 
-from megapatch._mcore.process_groups import process_groups
+from megapatch._mcore.process_groups import PARALLEL_STATE, process_groups
 from megapatch.patch import unpatched
 from megapatch.patches.megatron import groups_destroyed
 from megapatch.patches.megatron.groups_destroyed import GROUPS, diagnose
@@ -204,11 +206,18 @@ def test_a_call_that_a_rank_makes_alone_and_that_raises_is_not_met(patched):
     assert [found["in vain"][1] for found in patched] == [2, 0]
 
 
-def test_a_global_that_somebody_has_set_since_is_not_put_back():
-    layout, state = groups_destroyed._Layout(), {"own": 1, "theirs": 2}
-    layout.globals = {"own": (0, 1), "theirs": (0, 1)}
-    layout._reset(state)
-    assert state == {"own": 0, "theirs": 2}
+def test_globals_are_put_back_once_and_only_those_that_the_layout_has_set(monkeypatch):
+    state = SimpleNamespace(own=1, theirs=1, added_to=[0, 1], as_before=[])
+    monkeypatch.setitem(sys.modules, PARALLEL_STATE, state)
+    layout = groups_destroyed._Layout()
+    layout.end([], {"own": 0, "theirs": 0, "added_to": [0], "as_before": [], "gone": None})
+    state.theirs = 2
+    state.as_before.append(3)
+    layout._reset(vars(state))
+    assert vars(state) == {"own": 0, "theirs": 2, "added_to": [0], "as_before": [3]}
+    state.own = 1
+    layout._reset(vars(state))
+    assert state.own == 1
 
 
 def verdicts(rank, world_size):

@@ -1,5 +1,6 @@
 """megatron.save-fails-everywhere: saves of which one rank's part fails, by the real code at 2 ranks."""
 
+import contextlib
 import functools
 import importlib
 import os
@@ -10,6 +11,7 @@ import pytest
 import torch
 from rigs.cells import cells_of
 from rigs.diagnosed_code import made_up, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.failing_saves import CORE, WRITERS, Failing, full_disk, has_manifests, no_folder_for, wait_until
 from rigs.megatron.options import UNPATCHED, attempt
 from rigs.megatron.save import ALONE, has_working_writer, minor
@@ -97,18 +99,56 @@ def failing(rank, world_size, folder):
     yield "diagnosis", diagnosis
 
 
-def keeps_functions(self, blocking=False):
-    """Finalize as in March 2025: the queue has the functions in the place of their request."""
-    _, _, finalize_fns = self.async_calls.popleft()
+def finalize_first(async_calls):
+    """As in March 2025: the queue has the functions in the place of their request."""
+    _, _, finalize_fns = async_calls.popleft()
     for finalize in finalize_fns:
         finalize()
+
+
+def keeps_functions(self, blocking=False):
+    finalize_first(self.async_calls)
+
+
+def meets_the_others_before(self, blocking=False):
+    torch.distributed.barrier()
+    finalize_first(self.async_calls)
+
+
+def meets_the_others_afterwards(self, blocking=False):
+    try:
+        finalize_first(self.async_calls)
+    except Exception:
+        torch.distributed.barrier()
+        raise
+
+
+def raises_another_error(self, blocking=False):
+    try:
+        finalize_first(self.async_calls)
+    except Exception as error:
+        raise ValueError("finalize") from error
+
+
+def says_nothing(self, blocking=False):
+    with contextlib.suppress(Exception):
+        finalize_first(self.async_calls)
+
+
+VERDICTS = {
+    keeps_functions: ("needed", "leaves the others to wait for it"),
+    meets_the_others_before: ("needed", "leaves the others to wait for it"),
+    meets_the_others_afterwards: ("fixed", "meets the others"),
+    raises_another_error: ("unknown", "to raise where its work fails"),
+    says_nothing: ("unknown", "to raise where its work fails"),
+}
 
 
 def diagnosis():
     from megapatch.patches.megatron._diagnoses_of_save_failures import diagnose_queue
 
     module = importlib.import_module(f"{CORE}.strategies.async_utils")
-    changes = made_up(module.AsyncCallsQueue, "maybe_finalize_async_calls", keeps_functions)
+    changes = made_up(module.AsyncCallsQueue, "maybe_finalize_async_calls", *VERDICTS)
     return verdicts_of(diagnose_queue, module, changes)
 
 
@@ -216,5 +256,5 @@ def test_the_costs_are_those_that_the_patch_states(patched, writer):
         assert found[writer, "asked"] == [2 if minor() >= 15 else 3, 4]
 
 
-def test_a_queue_that_keeps_functions_needs_it_too(patched):
-    assert {verdict for verdict, _ in patched[0]["diagnosis"].values()} == {"needed"}
+def test_the_verdict_on_a_queue_is_by_what_its_ranks_do(patched):
+    assert_verdicts(patched[0]["diagnosis"], {queue.__name__: verdict for queue, verdict in VERDICTS.items()})

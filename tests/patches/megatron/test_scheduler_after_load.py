@@ -138,6 +138,22 @@ def fails(lacking):
     return error, changed, rates_of(model) == rates
 
 
+def with_a_step_of_its_own():
+    """Load into a schedule of the user's own class: the calls of its step()."""
+    saved, calls = scheduler_of(tiny_gpt(lr=0.5).optimizer), []
+    saved.step(SAVED)
+    new = scheduler_of(tiny_gpt(lr=0.5).optimizer)
+
+    class Own(type(new)):
+        def step(self, increment):
+            calls.append(increment)
+            super().step(increment)
+
+    new.__class__ = Own
+    new.load_state_dict(saved.state_dict())
+    return calls, new.num_steps
+
+
 def older_names():
     """Load states as older releases of Megatron wrote them, whose schedules lack today's keys."""
     found = []
@@ -198,6 +214,7 @@ def job(rank, world_size):
         for case, settings in SETTINGS.items():
             yield (layout, case), partial(resumed, layout, settings)
     yield "overridden", overridden
+    yield "own step", with_a_step_of_its_own
     yield "tensors", rates_that_are_tensors
     yield "diagnoses", diagnoses
 
@@ -259,6 +276,11 @@ def test_a_load_with_the_settings_of_the_checkpoint_stays_as_it_is(unpatched, pa
 def test_a_schedule_that_overrides_keeps_its_own_settings(unpatched, patched):
     for found in (*unpatched, *patched):
         assert found["overridden"] == (True, True)
+
+
+def test_a_step_of_the_users_own_is_called_as_before(unpatched, patched):
+    for found in (*unpatched, *patched):
+        assert found["own step"] == ([SAVED], SAVED)
 
 
 def test_rates_that_are_tensors_are_put_back_in_place(patched):

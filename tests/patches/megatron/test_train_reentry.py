@@ -31,6 +31,7 @@ from rigs.where import chosen
 from megapatch import MegapatchError, apply, report, restore
 from megapatch._cli.demo import train_without
 from megapatch.testing import Fault, MegatronLoop, init_parallel, tiny_gpt
+from megapatch.testing._data import forward_step
 from megapatch.testing._training_loop import _ConstantRate
 
 pytestmark = needs_training
@@ -403,6 +404,7 @@ def test_an_exception_in_evaluation_leaves_the_rerun_state_machine_in_its_mode(r
 
 def interrupted_in_an_evaluation_of_ones_own(rank, world_size):
     """Return what an evaluate() that raises leaves to a loop of one's own, and the steps after it."""
+    from megatron.core.rerun_state_machine import RerunDataIterator
     from megatron.training import training
 
     loop = new_loop(rerun_mode="validate_results", flags=["--eval-iters", "1"])
@@ -413,7 +415,10 @@ def interrupted_in_an_evaluation_of_ones_own(rank, world_size):
         with pytest.raises(ZeroDivisionError):
             training.evaluate(lambda *_: 1 / 0, iter(()), loop.model.chunks, None, loop.model.config)
     modes = {module.training for module in tower.modules()}, loop.model.chunks[0].training
-    return state(), modes, loop.train(2), loop.model.parameters()
+    left, data = state(), RerunDataIterator(iter(loop.model.microbatches(0)))
+    losses, *_ = training.evaluate(forward_step, data, loop.model.chunks, None, loop.model.config)
+    assert losses.keys() == {"loss"}
+    return left, modes, loop.train(2), loop.model.parameters()
 
 
 def test_an_exception_in_an_evaluation_of_ones_own_leaves_nothing(reference):

@@ -46,16 +46,20 @@ IN_TRAIN = "class BaseMegatronTrainer:\n    def train(self): self.config.no_sync
 SOURCES = {
     overflow_is_skipped.diagnose_check: {
         "check: always": (WRAP.format(body=f"{CHECK} = True"), "needed", "whatever the loss scale is"),
+        "check: no fp16": (WRAP.format(body="pass").replace("fp16", "bf16"), "unknown", "fp16 in"),
         "check: no longer": (WRAP.format(body="pass"), "fixed", "leaves"),
         "check: another": (WRAP.format(body=ANOTHER), "unknown", "to set check_for_nan_in_grad to True"),
     },
     overflow_is_skipped.diagnose_step: {
         "step: makes a tensor of it": (STEP.format(body=TENSOR), "needed", "ends the job"),
+        "step: no optimizer": (STEP.format(body=ACCEPTS).replace("optimizer", "gone"), "unknown", "optimizer in"),
         "step: accepts it": (STEP.format(body=f"{ACCEPTS}; {TENSOR}"), "fixed", "accepts None"),
         "step: another": (STEP.format(body="raise ValueError('no')"), "unknown", "ValueError: no"),
     },
     train_reentry.diagnose: {
         "setup: in train()": (IN_TRAIN, "unsupported", "train() sets the hooks itself"),
+        "setup: nowhere": (IN_TRAIN.replace("no_sync_func", "gone"), "unknown", "no_sync_func in"),
+        "setup: no hooks": (SETUP.format(body=SETS).replace("disable_forward_pre", "gone"), "unknown", "disable"),
         "setup: once": (SETUP.format(body=f"{ASSERTS}; {SETS}"), "needed", "fails at its second call"),
         "setup: again": (SETUP.format(body=SETS), "fixed", "can be called again"),
         "setup: sets nothing": (SETUP.format(body="config.no_sync_func"), "unknown", "to set no_sync_func"),

@@ -6,7 +6,7 @@ import sys
 from types import CodeType, FunctionType, ModuleType
 
 import pytest
-from rigs.diagnosed_sources import verdict_of
+from rigs.diagnosed_sources import assert_verdict_of_source, each_source, verdict_of
 
 import megapatch.patches.nemo_rl
 from megapatch.patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED
@@ -15,7 +15,12 @@ from megapatch.patches.nemo_rl import (
     forward_pre_hook_after_split,
     open_step_guard,
     split_train_step,
+    split_train_step_dtensor,
+    split_train_step_policy,
+    sync_weights_version,
+    train_after_exception,
 )
+from megapatch.patches.nemo_rl._workers import DTENSOR_WORKERS
 
 
 def nvtx(function):
@@ -54,6 +59,19 @@ class InPart(Release):
     def abort_train_step(self): ...
 
 
+class HasNoHooks(Main):
+    enable_forward_pre_hook = ...
+
+
+class KnowsNoHooks(Main):
+    @nvtx
+    def train(self, data, loss_fn): ...
+
+
+class HasNoSaves(Main):
+    save_checkpoint = ...
+
+
 class KnowsHooks(Main):
     @nvtx
     def finish_train_step(self):
@@ -89,10 +107,9 @@ for name in ("prepare_for_lp_inference", *open_step_guard.LOSING):
 
 
 def flat(cls):
-    """With all of it in one class, as NeMo-RL's."""
-    return type(
-        "MegatronPolicyWorkerImpl", (), {k: v for one in reversed(cls.__mro__[:-1]) for k, v in vars(one).items()}
-    )
+    """With all of it in one class, as NeMo-RL's, but for names whose value is an ellipsis."""
+    names = {k: v for one in reversed(cls.__mro__[:-1]) for k, v in vars(one).items()}
+    return type("MegatronPolicyWorkerImpl", (), {k: v for k, v in names.items() if v is not ...})
 
 
 def module(cls=None):
@@ -113,8 +130,11 @@ CASES = [
     (SPLIT, InPart, UNKNOWN, "begin_train_step"),
     (HOOK, Release, ABSENT, "no finish_train_step of its own"),
     (HOOK, Main, NEEDED, "leaves the hooks off"),
+    (HOOK, HasNoHooks, UNKNOWN, "enable_forward_pre_hook"),
+    (HOOK, KnowsNoHooks, UNKNOWN, "forward_pre_hook_disabled in the methods of"),
     (HOOK, KnowsHooks, FIXED, "puts the hooks back"),
     (ABORT, Release, ABSENT, "no abort_train_step of its own"),
+    (ABORT, InPart, UNKNOWN, "begin_train_step"),
     (ABORT, Main, NEEDED, "does not reset the rerun state machine"),
     (ABORT, Resets, FIXED, "mentions the rerun state machine"),
     (ABORT, ResetsInPart, NEEDED, "does not reset the routers' counts"),
@@ -124,6 +144,7 @@ CASES = [
         NEEDED,
         "not refused while a train step is open: prepare_for_lp_inference, save_checkpoint, train",
     ),
+    (GUARD, HasNoSaves, UNKNOWN, "save_checkpoint"),
     (GUARD, Refuses, FIXED, "the worker refuses them itself"),
 ]
 
@@ -148,6 +169,112 @@ def test_forks_are_not_supported(verdict, patch):
     found = verdict(patch, module())
     assert (found.kind, "trains with a fork of Megatron" in found.reason) == (UNSUPPORTED, True)
     assert verdict(patch, ModuleType("nothing")).kind is UNKNOWN
+
+
+def test_a_function_that_a_split_step_calls_has_to_be_there(verdict):
+    for name in split_train_step.CALLED:
+        found = module(Release)
+        delattr(found, name)
+        refused = verdict(SPLIT, found)
+        assert (refused.kind, refused.reason) == (UNKNOWN, f"expected but not found: made_up.{name}")
+
+
+DATA_PLANE = """
+class TQPolicy:
+    def __init__(self): self.dp_client = self._router_replay_enabled = None
+    def _stamp_pad_seqlen(self): ...
+    def {packing}(self): ...
+DP_TRAIN_FIELDS = fields_with_optional_routed_experts = ()
+def shard_meta_for_dp({world}, batch_size, sequence_packing_args, dynamic_batching_args): ...
+class TQWorkerMixin:
+    def _fetch(self): ...
+    def _attach_or_repack_pack_metadata(self): ...
+    def {leader}(self): ...
+"""
+
+
+def data_plane(packing="_packing_args", world="dp_world", leader="_is_replica_leader"):
+    return DATA_PLANE.format(packing=packing, world=world, leader=leader)
+
+
+SOURCES = {
+    split_train_step_policy.diagnose_tq_policy: {
+        "policy: as known": (data_plane(), "needed", "only train_from_meta()"),
+        "policy: no packing": (data_plane(packing="gone"), "unknown", "_packing_args"),
+        "policy: another shard": (data_plane(world="gone"), "unknown", "parameter dp_world"),
+    },
+    split_train_step_policy.diagnose_mixin: {
+        "mixin: as known": (data_plane(), "needed", "only train_presharded()"),
+        "mixin: no leader": (data_plane(leader="gone"), "unknown", "_is_replica_leader"),
+    },
+}
+
+
+@each_source(SOURCES)
+def test_the_verdict_on_a_data_plane(source_case, modules):
+    assert_verdict_of_source(source_case, modules)
+
+
+SYNCHRONIZER = """
+class WeightSynchronizer:
+    {kind} sync_weights(self, {parameters}): ...
+"""
+DTENSOR = """
+class DTensorPolicyWorkerImpl:
+    def train(self, data, loss_fn):
+        self.dp_mesh, self.dp_size, self.max_grad_norm, self.scheduler
+        self.optimizer.zero_grad()
+        self.optimizer.{step}()
+    {more}
+class DTensorPolicyWorker(DTensorPolicyWorkerImpl): ...
+class BatchedDataDict:
+    from_batches = get_batch = select_indices = {slice} = None
+"""
+TIMER = """
+class Timer:
+    def __init__(self): self.{times} = {{}}
+    def start(self, label):
+        if label in self.{times}: {again}
+        self.{times}[label] = 0.0
+"""
+
+
+def synchronizer(parameters="timer", kind="def"):
+    return sync_weights_version.MODULE, SYNCHRONIZER.format(kind=kind, parameters=parameters)
+
+
+def dtensor(step="step", more="", slice_="slice"):
+    return next(iter(DTENSOR_WORKERS)), DTENSOR.format(step=step, more=more, slice=slice_)
+
+
+def timer(times="_start_times", again="raise ValueError"):
+    return train_after_exception.TIMER, TIMER.format(times=times, again=again)
+
+
+SYNC, WORKER, CLOCK = sync_weights_version, split_train_step_dtensor, train_after_exception
+NAMED = [
+    (SYNC.diagnose, synchronizer(), NEEDED, "takes no version"),
+    (SYNC.diagnose, synchronizer("timer, version", "async def"), FIXED, "takes a version"),
+    (SYNC.diagnose, synchronizer("clock"), UNKNOWN, "parameter timer"),
+    (SYNC.diagnose, synchronizer(kind="async def"), UNKNOWN, "as a plain function"),
+    (WORKER.diagnose, dtensor(), NEEDED, "has only train()"),
+    (WORKER.diagnose, dtensor(step="gone"), UNKNOWN, "step in DTensorPolicyWorkerImpl.train"),
+    (WORKER.diagnose, dtensor(slice_="gone"), UNKNOWN, "BatchedDataDict.slice"),
+    (WORKER.diagnose, dtensor(more="def begin_train_step(self): ..."), UNKNOWN, "Impl.train_microbatch"),
+    (CLOCK.diagnose_timer, timer(), NEEDED, "can never be started again"),
+    (CLOCK.diagnose_timer, timer(again="pass"), FIXED, "can be started again"),
+    (CLOCK.diagnose_timer, timer(times="_times"), UNKNOWN, "_start_times"),
+]
+
+
+@pytest.mark.parametrize(("diagnose", "source", "kind", "reason"), NAMED)
+def test_the_verdict_on_a_module_that_is_known_by_its_name(monkeypatch, diagnose, source, kind, reason):
+    name, code = source
+    made_up = ModuleType(name)
+    exec(code, vars(made_up))
+    monkeypatch.setitem(sys.modules, name, made_up)
+    found = verdict_of(diagnose, made_up)
+    assert (found.kind, reason in found.reason) == (kind, True), found
 
 
 def codes(function):

@@ -30,10 +30,12 @@ def strategy(hook="pass", otherwise=RAISES):
 SOURCES = {
     grad_scale.diagnose: {
         "scale: unset": (strategy(), "needed", "unset"),
+        "scale: no gradients": (strategy().replace("finalize_model_grads_func", "gone"), "unknown", "finalize"),
         "scale: set": (strategy(hook=SETS), "fixed", "sets grad_scale_func"),
     },
     overflow_is_skipped.diagnose: {
         "overflow: raises": (strategy(), "needed", "ends the job"),
+        "overflow: no fp16": (strategy().replace("fp16", "bf16"), "unknown", "fp16"),
         "overflow: accepted": (strategy(otherwise=""), "fixed", "accepts"),
     },
 }

@@ -1,8 +1,15 @@
-"""Verdicts of the patches around weight syncs on code that is like SkyRL's and yet another."""
+"""Verdicts on code that is like SkyRL's and yet another."""
 
 from rigs.diagnosed_sources import assert_verdict_of_source, each_source
 
-from megapatch.patches.skyrl import async_trainer_resume, pause_rollback, weight_sync_pause
+from megapatch.patches.skyrl import (
+    accumulate_forward_backward,
+    async_trainer_resume,
+    grad_scale,
+    pause_rollback,
+    pipeline_seed,
+    weight_sync_pause,
+)
 
 DISPATCH = """
 class WorkerDispatch:
@@ -49,9 +56,80 @@ def trainer(*lines, client="inference_engine_client"):
 TAKEN_BACK = ("try: await abort()", "except BaseException: self.generation_paused_event.clear(); raise")
 BY_DISPATCH = "await self.dispatch.save_weights_for_sampler()"
 ITS_SYNCS = "expected train() to use"
+WORKER = """
+class MegatronModelWrapper:
+    def forward_backward_mini_batch(self, micro_batches): ...
+class MegatronPolicyWorkerBase:
+    def forward_backward(self, data):
+        {before}
+        self.actor_module, self.model.forward_backward_mini_batch(data)
+    def optim_step(self):
+        self.strategy.optimizer_step(self.optimizer)
+        {after}
+    def offload_to_cpu(self, {offload}="offload_optimizer"): ...
+"""
+ZERO = "self.actor_module.zero_grad_buffer()"
+WRAPPER = """
+def get_model_config(model): ...
+class MegatronModelWrapper:
+    def __init__(self, actor_module, {optimizer}):
+        config = get_model_config(actor_module)
+        config.finalize_model_grads_func = "actor_optimizer"
+        {body}
+"""
+STRATEGY = """
+class MegatronStrategy:
+    def set_seed(self, seed):
+        torch.manual_seed(seed {own_offset})
+    def setup_distributed(self):
+        initialize_model_parallel()
+        self.{sets}(self.seed {offset})
+"""
+BY_STAGE = "+ 100 * get_pipeline_model_parallel_rank()"
+
+
+def worker(before="pass", after="pass", offload="offload_optimizer"):
+    return WORKER.format(before=before, after=after, offload=offload)
+
+
+def strategy(own_offset="", offset="", sets="set_seed"):
+    return STRATEGY.format(own_offset=own_offset, offset=offset, sets=sets)
+
+
 SOURCES = {
+    accumulate_forward_backward.diagnose: {
+        "worker: zeroes before": (worker(before=ZERO), "needed", "zeroes the gradients of those before it"),
+        "worker: zeroes after": (worker(after=ZERO), "fixed", "forward_backward does not"),
+        "worker: zeroes both times": (worker(before=ZERO, after=ZERO), "needed", "zeroes the gradients"),
+        "worker: never zeroes": (worker(), "unknown", "zero_grad_buffer in"),
+        "worker: another offload": (worker(before=ZERO, offload="gone"), "unknown", "parameter offload_optimizer"),
+    },
+    grad_scale.diagnose: {
+        "wrapper: no scale": (
+            WRAPPER.format(optimizer="actor_optimizer", body="pass"),
+            "needed",
+            "leaves grad_scale_func unset",
+        ),
+        "wrapper: scale": (
+            WRAPPER.format(optimizer="actor_optimizer", body="config.grad_scale_func = print"),
+            "fixed",
+            "sets grad_scale_func",
+        ),
+        "wrapper: no optimizer": (
+            WRAPPER.format(optimizer="gone", body="pass"),
+            "unknown",
+            "parameter actor_optimizer",
+        ),
+    },
+    pipeline_seed.diagnose: {
+        "strategy: one seed": (strategy(), "needed", "the same seed"),
+        "strategy: a seed by stage": (strategy(offset=BY_STAGE), "fixed", "depends on the pipeline stage"),
+        "strategy: sets it by stage": (strategy(own_offset=BY_STAGE), "fixed", "depends on the pipeline stage"),
+        "strategy: seeds otherwise": (strategy(sets="seed_all"), "unknown", "set_seed in"),
+    },
     weight_sync_pause.diagnose: {
         "dispatch: no pause": (code(DISPATCH, BROADCAST), "needed", "while engines serve"),
+        "dispatch: another": (code(DISPATCH, "self.send()"), "unknown", "_inference_engine_client in"),
         "dispatch: fixed": (
             code(DISPATCH, PAUSE, *in_finally(BROADCAST, last=RESUME)),
             "fixed",
@@ -63,6 +141,11 @@ SOURCES = {
     },
     async_trainer_resume.diagnose: {
         "trainer: no finally": (trainer(SYNC, PAUSE, SYNC, RESUME), "needed", "does not resume"),
+        "trainer: no client": (
+            trainer(SYNC, PAUSE, SYNC, RESUME, client="engines"),
+            "unknown",
+            "engine_client in",
+        ),
         "trainer: finally": (trainer(SYNC, PAUSE, *in_finally(SYNC, last=RESUME)), "unknown", ITS_SYNCS),
         "trainer: no first sync": (trainer(PAUSE, SYNC, RESUME), "unknown", ITS_SYNCS),
         "trainer: by the dispatch": (trainer(BY_DISPATCH, client="engines"), "fixed", "WorkerDispatch"),
@@ -70,6 +153,11 @@ SOURCES = {
     pause_rollback.diagnose: {
         "client: set for good": (code(CLIENT, LOOK, SET, "await abort()"), "needed", "leaves"),
         "client: taken back": (code(CLIENT, LOOK, SET, *TAKEN_BACK), "fixed", "clears its own mark"),
+        "client: another mark": (
+            code(CLIENT, LOOK, SET).replace("_event = Event()", "_mark = Event()"),
+            "unknown",
+            "generation_paused_event in",
+        ),
         "client: no mark": (
             code(CLIENT, "await abort()").replace("self.generation_paused_event = Event()", "pass"),
             "absent",

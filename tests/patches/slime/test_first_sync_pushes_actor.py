@@ -105,6 +105,14 @@ def init_that_switches_too_early(self, args, with_ref):
         self.load_other_checkpoint("ref", args.ref_load)
 
 
+def init_that_loads_nothing(self, args, with_ref):
+    self._switch_model("actor")
+
+
+def switch_otherwise(self, tag):
+    self._active_model_tag = self.weights_backuper.restore(tag)
+
+
 def verdicts(rank, world_size):
     module = importlib.import_module(f"{UTILS}.actor")
     actor = module.MegatronTrainRayActor
@@ -116,6 +124,8 @@ def verdicts(rank, world_size):
 
     with_methods("switches", init=init_that_switches)
     with_methods("too early", init=init_that_switches_too_early)
+    with_methods("loads nothing", init=init_that_loads_nothing)
+    with_methods("switches otherwise", _switch_model=switch_otherwise)
     module.MegatronTrainRayActor = actor
     return {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()}
 
@@ -127,4 +137,6 @@ def test_the_verdicts():
         "as it is": "fixed" if FRAMEWORK == "miles" else "needed",
         "switches": "fixed",
         "too early": "needed",
+        "loads nothing": "unknown",
+        "switches otherwise": "unknown",
     }

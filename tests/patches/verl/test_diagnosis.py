@@ -57,6 +57,7 @@ BY_STAGE = "model_parallel_cuda_manual_seed(seed + 100 * get_pipeline_model_para
 NO_RESUME = "        await self.transfer()"
 NO_COROUTINE = MANAGER.format(body=RESUME).replace("async def", "def").replace("await ", "")
 GATHERS = "self.checkpoint_config; self.model.start_param_sync()"
+ANOTHER = MANAGER.format(body=RESUME).replace("auto_await", "awaited")
 COMPREHENSION = "        await gather(*[one.resume_generation() for one in self.replicas])"
 FINALLY = f"        try: await self.transfer()\n        finally:\n    {RESUME}"
 
@@ -78,6 +79,7 @@ SOURCES = {
     },
     pipeline_seed.diagnose: {
         "seed: one for all": (SEED.format(body=FOR_ALL), "needed", "the same seed"),
+        "seed: not by Megatron": (SEED.format(body="pass"), "unknown", "model_parallel_cuda_manual_seed"),
         "seed: by stage": (SEED.format(body=BY_STAGE), "fixed", "depends"),
     },
     schedule_after_load.diagnose: {
@@ -89,6 +91,7 @@ SOURCES = {
         "sync: in a comprehension": (MANAGER.format(body=COMPREHENSION), "needed", "does not resume"),
         "sync: finally": (MANAGER.format(body=FINALLY), "fixed", "even after a failure"),
         "sync: no resume": (MANAGER.format(body=NO_RESUME), "unknown", "found no such call"),
+        "sync: behind another decorator": (ANOTHER, "unknown", "behind @auto_await"),
         "sync: no coroutine": (NO_COROUTINE, "unknown", "a coroutine"),
     },
     gathered_when_read.PATCH.sites[0].diagnose: {
