@@ -58,8 +58,7 @@ def _holders() -> Iterator[Any]:
     for name in dir(world):
         table = getattr(world, name) if name.startswith(("pg_", "tags_")) else None
         if isinstance(table, dict):
-            if not name.startswith("tags_"):  # those hold lists alone
-                yield table
+            yield table
             yield from (value for value in table.values() if value and isinstance(value, list))
     state = vars(sys.modules[PARALLEL_STATE])
     yield state

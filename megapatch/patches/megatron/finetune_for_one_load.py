@@ -69,7 +69,7 @@ def noting(settings: Any, folder: Any) -> Any:
     try:
         yield
     finally:
-        if before is not None and folder is not None and settings.finetune is not before:
+        if find(settings, FLAG) is not before:
             with contextlib.suppress(TypeError):  # settings that take no weak reference
                 _starts.set(settings, (before, settings.finetune, folder))
 

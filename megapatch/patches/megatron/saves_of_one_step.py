@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import Idle, StandIn, expect_none, running, torch_stand_in, unmet, with_globals
 
 CALLER, SCHEDULE, REQUEST = "PersistentAsyncCaller", "schedule_async_call", "AsyncRequest"
@@ -41,9 +41,8 @@ def diagnose(module: ModuleType) -> Verdict:
         request = getattr(module, REQUEST)(len, (), [], preload_fn=functools.partial(len, [tensor]))
         with_globals(schedule, torch=stand_in)(caller_of(put.append), request)
         ((found,),) = [each.preload_fn.args[0] for each in put]
-    if not hasattr(found, "untyped_storage"):
-        return Verdict(UNKNOWN, f"expected {SCHEDULE}() to hand over tensors")
-    if found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        is_shared = found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    if is_shared:
         return Verdict(NEEDED, "a persistent worker shares the memory of tensors on the CPU with the trainer")
     return Verdict(FIXED, "a persistent worker gets copies of tensors on the CPU")
 
@@ -60,7 +59,7 @@ def hand_over_copies(schedule_async_call: Callable[..., Any]) -> Callable[..., A
     @functools.wraps(schedule_async_call)
     def patched_schedule_async_call(self: Any, async_req: Any, *args: Any, **kwargs: Any) -> Any:
         request = async_req
-        if isinstance(async_req, tuple) and hasattr(async_req, "preload_fn"):
+        if isinstance(async_req, tuple):
             copies: dict[int, Any] = {}
             parts = {name: _copied(getattr(request, name), copies) for name in ("async_fn_args", "preload_fn")}
             request = request._replace(**parts)
@@ -84,7 +83,7 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
     if type(value) is dict:
         return {name: _copied(each, copies) for name, each in value.items()}
     if type(value) is functools.partial:
-        return functools.partial(value.func, *_copied(value.args, copies), **_copied(value.keywords, copies))
+        return functools.partial(value.func, *_copied(value.args, copies), **value.keywords)
     return value
 
 

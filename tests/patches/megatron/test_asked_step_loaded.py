@@ -51,7 +51,7 @@ def found(rank, world_size, folder, cases):
 
 
 def test_other_loads_find_what_is_there(tmp_path):
-    expected = {None: 4, 0: 4, 4: 4, 2: "persistent", 6: "persistent"}
+    expected = {None: 4, 0: 4, 4: 4, 1: "persistent", 2: "persistent", 6: "persistent"}
     assert run_with_megatron(found, 1, tmp_path, list(expected)) == [expected]
 
 

@@ -15,7 +15,7 @@ from rigs.megatron.options import UNPATCHED, Interrupted, needs_training
 
 from megapatch._verify.check import DefectSeen
 from megapatch._verify.checks.loads import start_from_pretrained
-from megapatch.patches.megatron._loads import source_in_megatron
+from megapatch.patches.megatron._loads import source_in_bridge, source_in_megatron
 from megapatch.patches.megatron.finetune_for_one_load import PATCH, noting, put_back, restore, restore_after_hook
 
 pytestmark = needs_training
@@ -58,6 +58,23 @@ def test_the_flag_stays_until_the_next_load_from_the_same_folder():
     assert load(settings, "own") == (True, True)  # the user's own
 
 
+class Slots:
+    __slots__ = ("finetune",)
+
+
+def test_a_load_whose_settings_or_folder_are_not_known_leaves_the_flag():
+    settings, slots = Namespace(finetune=False), Slots()
+    assert load(settings, None) == (False, False)
+    assert load(settings, None, sets=True) == (False, True)
+    assert load(settings, None) == (True, True)
+    slots.finetune = False  # takes no weak reference
+    assert load(slots, "own", sets=True) == (False, True)
+    assert load(slots, "own") == (True, True)
+    put_back(None, "own")
+    with noting(None, "own"):
+        pass
+
+
 def test_a_hook_that_loads_a_base_model_leaves_the_setting_to_its_load_alone():
     """As Megatron-Bridge's hook does with PEFT, which sets the flag before it loads."""
     settings, found = Namespace(finetune=False, load="own"), []
@@ -90,6 +107,17 @@ def test_a_load_may_name_another_argument_for_its_folder(monkeypatch):
     assert read(([],), {}) == (settings, "own")
     assert read(([], "pretrained_checkpoint"), {}) == (settings, "base")
     assert read(([],), {"load_arg": "pretrained_checkpoint"}) == (settings, "base")
+    monkeypatch.delattr(sys.modules["checkpointing"], "get_args")  # which raises before Megatron is initialized
+    assert read(([],), {}) == (None, None)
+
+
+def test_bridges_settings_are_those_of_its_state():
+    def load_checkpoint(state, model): ...
+
+    state = Namespace(cfg=Namespace(checkpoint=Namespace(load="own")))
+    for args, kwargs in (((state, []), {}), ((), {"state": state, "model": []})):
+        assert source_in_bridge(load_checkpoint)(args, kwargs) == (state.cfg.checkpoint, "own")
+    assert source_in_bridge(load_checkpoint)((), {}) == (None, None)
 
 
 def verdicts(rank, world_size):

@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.process_groups import initialize, resources
 
+from megapatch._mcore import leftover_groups
 from megapatch._mcore.process_groups import PARALLEL_STATE, process_groups
 from megapatch.patch import unpatched
 from megapatch.patches.megatron import groups_destroyed
@@ -218,6 +219,38 @@ def test_globals_are_put_back_once_and_only_those_that_the_layout_has_set(monkey
     state.own = 1
     layout._reset(vars(state))
     assert state.own == 1
+
+
+class Group:
+    def __init__(self, name):
+        self.group_name = name
+
+
+def test_groups_that_no_rank_needs_are_destroyed_and_others_are_left_alone(monkeypatch):
+    """Another rank has "theirs"; "held" is referred to here, "gone" was destroyed, "own" is a user's."""
+    world, state = SimpleNamespace(pg_map={}, tags_to_pg={"": [], "tp": []}, pg_default=None), ModuleType("state")
+    leftover = [Group(name) for name in ("idle", "held", "theirs", "gone", "idle too")]
+    state.groups = [group for group in leftover if group.group_name != "gone"] + [Group("own")]
+    state.group, held = state.groups[0], state.groups[1]
+    world.pg_map.update(dict.fromkeys(state.groups))
+    world.tags_to_pg["tp"].extend(state.groups)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_world", world)
+    monkeypatch.setitem(sys.modules, PARALLEL_STATE, state)
+    monkeypatch.setattr(leftover_groups, "process_groups", lambda: [None, *state.groups])
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    kept, destroyed = [], []
+
+    def gather(of_ranks, names):
+        of_ranks[:] = [names, ["theirs"]]
+        kept.extend(names)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setattr(
+        torch.distributed, "destroy_process_group", lambda group: destroyed.append(group.group_name)
+    )
+    assert leftover_groups.destroy_unused(leftover) == 2
+    assert sorted(destroyed) == ["idle", "idle too"] and kept == ["held", "own"]
+    assert [group.group_name for group in leftover] == ["held", "theirs"] and held is leftover[0]
 
 
 def verdicts(rank, world_size):

@@ -221,3 +221,55 @@ def test_what_a_state_has_and_a_checkpoint_has_not_is_set_all_the_same():
     )
     assert got.keys() == {"param", "exp_avg", "master_param"}
     assert got["master_param"] is got["param"] is loaded and got["exp_avg"] is moment
+
+
+class StepsItself(torch.optim.AdamW):
+    """Has one step count for all of its parameters."""
+
+    def step(self):
+        pass
+
+
+class IsAdams(torch.optim.AdamW):
+    """Is stepped by torch's AdamW."""
+
+
+def with_one_step(kind, step):
+    """Return an optimizer of some parameters whose state has this step, and of one without state."""
+    inner = kind([torch.zeros(1) for _ in range(3)])
+    (group,) = inner.param_groups
+    for parameter in group["params"][:2]:
+        inner.state[parameter] = {"step": step}
+    inner.state[group["params"][2]] = {}
+    return inner
+
+
+def steps_of(inner):
+    return [state["step"] for state in inner.state.values() if state]
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_own"),
+    [(torch.optim.Adam, True), (torch.optim.AdamW, True), (IsAdams, True), (StepsItself, False)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_each_parameter_has_a_step_of_its_own_where_torch_counts(kind, is_own):
+    from megapatch.patches.megatron.load_offloaded_state import give_each_its_step, set_all_but_the_step
+
+    def sharded_state_dict(self, is_loading=False):
+        raise LookupError  # a load that fails once it is prepared
+
+    for is_loading in (True, False):
+        optimizer = SimpleNamespace(optimizer=with_one_step(kind, torch.tensor(2.0)))
+        with pytest.raises(LookupError):
+            give_each_its_step(sharded_state_dict)(optimizer, is_loading=is_loading)
+        first, second = steps_of(optimizer.optimizer)
+        assert (first is not second) is (is_own and is_loading) and first == second == 2
+
+    for step in (torch.tensor(2.0), 2.0):
+        inner, got = with_one_step(kind, step), {}
+        optimizer = SimpleNamespace(optimizer=inner, model_param_group_index_map={"name": (0, 0)})
+        set_all_but_the_step(lambda self, parameter, tensors, got=got: got.update(tensors))(optimizer, "name", {})
+        first, second = steps_of(inner)
+        assert got["step"] is first and second is step
+        assert (first is not step) is (is_own and torch.is_tensor(step)) and first == 2

@@ -94,6 +94,26 @@ def test_the_states_of_a_chain_belong_to_its_optimizers_in_the_order_of_their_ke
     assert [loaded[key][GROUPS][0]["max_lr"] for key in (0, 1)] == [3.0, 4.0]
 
 
+def test_each_form_of_a_state_has_its_groups_and_all_else_is_loaded_as_it_is():
+    own, none = (
+        SimpleNamespace(optimizer=inner) for inner in (SimpleNamespace(param_groups=[_group(max_lr=3.0)]), None)
+    )
+    state, right = ({GROUPS: [_group(max_lr=lr)], "state": "moments"} for lr in (1.0, 3.0))
+    forms = {
+        "of the only one": ([own], state, right),
+        "in a part": ([own], {"optimizer": state, "scaler": 1}, {"optimizer": right, "scaler": 1}),
+        "in a list": ([own, own], [state, state], [right, right]),
+        "without parameters": ([own, none], [state, {GROUPS: []}], [right, {GROUPS: []}]),
+        "saved without parameters": ([own, own], {0: state, 1: None}, {0: right, 1: None}),
+        "of others": ([own, own], [state], [state]),
+        "none": ([own, own], 7, 7),
+        "of another group": ([own], {GROUPS: [{**_group(max_lr=1.0), "wd_mult": 0.0}]}, ...),
+    }
+    for name, (children, saved, expected) in forms.items():
+        assert with_rates_of_each(children, saved) == (saved if expected is ... else expected), name
+    assert state[GROUPS] == [_group(max_lr=1.0)]
+
+
 def test_groups_that_differ_in_their_rates_alone_are_loaded_as_before():
     state = {GROUPS: [_group(max_lr=1.0), _group(max_lr=2.0)]}
     assert _with_rates_of_groups([_group(max_lr=3.0), _group(max_lr=4.0)], state) == state

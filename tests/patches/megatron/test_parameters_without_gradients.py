@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,6 +21,8 @@ from rigs.train_step.models import MEAN, in_pieces
 from rigs.where import chosen, with_nightly
 
 from megapatch import apply, restore
+from megapatch.patches.megatron import parameters_without_gradients
+from megapatch.patches.megatron.parameters_without_gradients import Line
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.train_step import TrainStep
 
@@ -298,3 +301,62 @@ def test_without_the_patch_several_instances_leave_gradients_unreduced_and_nobod
         (norms, _), (expected, _) = found["instances"]
         assert norms[0] == pytest.approx(expected[0], rel=1e-5)
         assert all(abs(norm / right - 1) > 0.01 for norm, right in zip(norms[1:], expected[1:], strict=True))
+
+
+class Group:
+    """A bucket group that notes in which order it and others are started."""
+
+    def __init__(self, name, order, is_frozen=False, **attributes):
+        self.name, self.order = name, order
+        self.params = [SimpleNamespace(requires_grad=not is_frozen)]
+        vars(self).update(attributes)
+
+    def start_grad_sync(self):
+        self.order.append(self.name)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "calls", "expected"),
+    [
+        ({}, ["b", "a", "all"], ["", "ab", ""]),
+        ({}, ["b", "all"], ["", "ab"]),
+        ({}, ["hand b", "a", "all"], ["b", "a", ""]),
+        ({}, ["b", "finish b", "a", "all"], ["", "b", "a", ""]),
+        ({}, ["a", "finish a", "b", "all"], ["a", "", "b", ""]),
+        ({}, ["a", "b", "finish a", "a", "all"], ["a", "b", "", "a", ""]),
+        ({}, ["a", "b", "finish a", "finish b", "b", "a"], ["a", "b", "", "", "", "ab"]),
+        ({}, ["a", "a"], ["a", "a"]),
+        ({"is_first_batch": False}, ["a", "a"], ["a", "a"]),
+        ({"is_first_batch": True}, ["a", "b", "a", "finish a", "a"], ["a", "b", "", "", "a"]),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, list) else "",
+)
+def test_groups_start_in_their_order_unless_by_hand(kinds, calls, expected, monkeypatch):
+    order, found = [], []
+    groups = {name: Group(name, order, **kinds) for name in "ab"}
+    line = Line(list(groups.values()))
+    for call in calls:
+        how, _, name = call.rpartition(" ")
+        monkeypatch.setattr(parameters_without_gradients, "_in_backward_pass", lambda how=how: not how)
+        if name == "all":
+            for group in groups.values():
+                monkeypatch.setattr(group, "start_grad_sync", partial(line.start, group, Group.start_grad_sync))
+            line.start_all({})
+        elif how == "finish":
+            with line.finishing(groups[name]):
+                pass
+        else:
+            line.start(groups[name], Group.start_grad_sync)
+        found.append("".join(order))
+        order.clear()
+    assert found == expected
+
+
+def test_a_partly_frozen_group_that_gets_its_gradients_is_started_at_once(monkeypatch):
+    monkeypatch.setattr(parameters_without_gradients, "_in_backward_pass", lambda: True)
+    order = []
+    first, second = groups = [Group("first", order, is_frozen=True), Group("second", order)]
+    line = Line(groups)
+    for group in (second, first):
+        line.start(group, Group.start_grad_sync)
+    assert order == ["second", "first"]

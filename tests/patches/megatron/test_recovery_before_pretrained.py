@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from argparse import Namespace
 
 import pytest
 from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
@@ -12,7 +13,12 @@ from rigs.megatron.options import UNPATCHED, needs_training
 
 from megapatch._verify.check import DefectSeen
 from megapatch._verify.checks.loads import start_from_recovery
-from megapatch.patches.megatron.recovery_before_pretrained import PATCH, diagnose_setup
+from megapatch.patches.megatron.recovery_before_pretrained import (
+    PATCH,
+    count_recovery,
+    diagnose_setup,
+    note_source,
+)
 
 MEGATRON = PATCH.sites[0]
 
@@ -29,6 +35,32 @@ def defect(rank, world_size):
 def test_a_checkpoint_for_recovery_counts():
     assert "and not from its own" in run_with_megatron(defect, 1, env=UNPATCHED)[0]
     assert run_with_megatron(defect, 1)[0] is None
+
+
+OWN, RECOVERS, BASE = "own", "own/non_persistent", "base"
+
+
+@pytest.mark.parametrize(
+    ("there", "settings", "asked", "expected"),
+    [
+        ({RECOVERS}, {}, OWN, True),
+        ({RECOVERS}, {}, BASE, False),
+        ({RECOVERS}, {"non_persistent_ckpt_type": "local"}, OWN, False),
+        ({OWN}, {}, OWN, True),
+        (set(), {}, OWN, False),
+        ({"elsewhere"}, {"non_persistent_global_ckpt_dir": "elsewhere"}, OWN, True),
+        ({RECOVERS}, {"non_persistent_global_ckpt_dir": "elsewhere"}, OWN, False),
+        ({RECOVERS}, {"load": None}, None, False),
+        ({RECOVERS}, None, OWN, False),
+    ],
+)
+def test_only_the_folder_of_a_load_has_one_for_recovery(there, settings, asked, expected):
+    exists = count_recovery(lambda folder: folder in there)
+    usual = {"load": OWN, "non_persistent_ckpt_type": "global", "non_persistent_global_ckpt_dir": None}
+    source = (None, None) if settings is None else (Namespace(**usual | settings), (usual | settings)["load"])
+    load = note_source(lambda function: lambda args, kwargs: source, exists)
+    assert load(asked) is expected
+    assert exists(asked) is (asked in there)  # no load is under way
 
 
 def verdicts(rank, world_size):

@@ -7,9 +7,11 @@ import importlib
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 from rigs.cells import cells_of
 from rigs.diagnosed_code import made_up, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
@@ -17,7 +19,7 @@ from rigs.megatron.failing_saves import NVRX, WRITERS
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.save import BASE, Saves, has_working_writer, prepare, tree
 
-from megapatch.patches.megatron.saves_of_one_step import PATCH, diagnose
+from megapatch.patches.megatron.saves_of_one_step import PATCH, diagnose, hand_over_copies
 
 pytestmark = pytest.mark.skipif(not has_working_writer(), reason="0.12's writer does not work with this torch")
 
@@ -93,6 +95,30 @@ patched = cells_of(job, 2, folder="patched")
 def test_a_checkpoint_has_the_tensors_of_its_step(without, patched, writer):
     assert all(found[writer] is not None for found in without)
     assert [found[writer] for found in patched] == [None, None]
+
+
+class Request(NamedTuple):
+    async_fn_args: Any
+    preload_fn: Any
+
+
+def test_each_tensor_on_the_cpu_is_copied_once_and_all_else_is_handed_over_as_it_is():
+    """The arguments are a state, as those of NVRx's TorchAsyncCheckpoint, which saves with torch.save()."""
+    step, shared, elsewhere = torch.nn.Parameter(torch.ones(1)), torch.ones(1), torch.ones(1, device="meta")
+    item, shared = SimpleNamespace(of=step), shared.share_memory_()
+    state = {"optimizer": [{"step": step}, {"step": step}], "shared": shared, "elsewhere": elsewhere}
+    request = Request((state, item), functools.partial(dict, [step], name="names"))
+    handed = hand_over_copies(lambda self, async_req: async_req)(None, request)
+
+    (copied, found), preload = handed.async_fn_args, handed.preload_fn
+    (first, second), ((third,),) = copied["optimizer"], preload.args
+    assert first["step"] is second["step"] is third and third.equal(step)
+    assert (
+        third.data_ptr() != step.data_ptr() and not third.requires_grad
+    )  # which only a leaf could be pickled with
+    assert copied["shared"] is shared and copied["elsewhere"] is elsewhere and found is item
+    assert (preload.func, preload.keywords) == (dict, {"name": "names"})
+    assert request.async_fn_args[0] is state and state["optimizer"][0]["step"] is step
 
 
 @pytest.mark.parametrize("writer", WRITERS)

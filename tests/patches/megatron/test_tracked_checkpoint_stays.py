@@ -111,6 +111,7 @@ def test_the_tracked_checkpoint_and_newer_ones_stay(tmp_path):
         ("1", 0): ([1, 2, 3], [1, 2, 3]),  # upstream's: removes nothing
         ("release", 1): ([3], [3]),
         ("4", 1): ([3], [3]),  # of a later step, which has no folder
+        ("0", 1): ([3], [1, 2, 3]),  # of an earlier one, which is gone
         (None, 1): ([3], [3]),  # nothing was saved yet
         ("", 1): ([3], [1, 2, 3]),  # as after a full disk: nobody knows which is complete
         ("a folder", 1): ([3], [1, 2, 3]),  # cannot be read
@@ -119,11 +120,26 @@ def test_the_tracked_checkpoint_and_newer_ones_stay(tmp_path):
     assert run_with_megatron(left, 1, tmp_path, list(expected)) == [both]
 
 
-def test_a_save_gets_a_copy_of_the_counters_and_the_state_keeps_its_own(monkeypatch):
+SYNCHRONOUS = SimpleNamespace(checkpoint=SimpleNamespace(async_save=False))
+ASYNCHRONOUS = SimpleNamespace(checkpoint=SimpleNamespace(async_save=True))
+REPAIRED = SAVES.replace("return tracker_filename, train_state", "return tracker_filename")
+
+
+@pytest.mark.parametrize(
+    ("source", "cfg", "is_copied"),
+    [(SAVES, ASYNCHRONOUS, True), (SAVES, SYNCHRONOUS, False), (REPAIRED, ASYNCHRONOUS, False)],
+    ids=["asynchronous", "synchronous", "repaired"],
+)
+def test_an_asynchronous_save_gets_a_copy_of_the_counters(source, cfg, is_copied, monkeypatch):
+    """The state has its own afterwards, or those that somebody has given it meanwhile."""
     monkeypatch.setitem(sys.modules, "saving", module := ModuleType("saving"))
-    exec(SAVES.replace("    def ", "    state.seen = train_state\n    def ", 1), vars(module))
-    counters = SimpleNamespace(step=1)
-    state = SimpleNamespace(train_state=counters, cfg=SimpleNamespace(checkpoint=SimpleNamespace(async_save=True)))
-    save_a_copy_of_the_counters(module.save_checkpoint)(state, "tracker")
-    assert state.seen is not counters and state.seen == counters
+    exec(source.replace("    def ", "    state.saves(train_state)\n    def ", 1), vars(module))
+    seen, counters, others = [], SimpleNamespace(step=1), SimpleNamespace(step=2)
+    state = SimpleNamespace(train_state=counters, cfg=cfg, saves=seen.append)
+    save = save_a_copy_of_the_counters(module.save_checkpoint)
+    save(state, "tracker")
+    assert (seen[0] is not counters) is is_copied and seen == [counters]
     assert state.train_state is counters
+    state.saves = lambda train_state: setattr(state, "train_state", others)
+    save(state, "tracker")
+    assert state.train_state is others
