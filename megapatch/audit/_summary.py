@@ -243,7 +243,7 @@ def _fitted(line: str, columns: int) -> list[str]:
     """Return a line as several, of which all but the first are indented by two more columns."""
     words = line.lstrip()
     indent = line[: len(line) - len(words)]
-    return wrapped(words, columns, indent, f"{indent}  ") if words else [""]
+    return wrapped(words, columns, indent, f"{indent}  ")
 
 
 def _lines(summary: Summary) -> Iterator[str]:

@@ -100,6 +100,51 @@ def test_notes_are_no_findings():
     assert "if that is meant: MEGAPATCH_AUDIT_ACCEPT=schedule-once" in text(summary)
 
 
+WHOLE = """\
+1 finding and 1 note in 10 optimizer steps on ranks 0-1
+megapatch 0.1.0, digest d, number of ranks 2, settings every 50, raises False, accepted none
+optimizer steps 10 on rank 0; 9 on rank 1
+written before the end of the process: rank 1
+
+stepped-once: ranks 0-1, after 3 optimizer steps (first on rank 0), 2 times until step 9
+  rank 0: the optimizer steps again
+  rank 1: it stepped
+  Damage.
+  since the step before: a load; a save
+  at c
+  at b
+  at a
+  likely causes, in order, and what shows each:
+    1. a loop
+       - it turns
+  patches for known causes that are not in place here: a.patch (switched off)
+
+resumed (a note): rank 1, after 3 optimizer steps
+  the optimizer steps again
+  Damage.
+  if that is meant: MEGAPATCH_AUDIT_ACCEPT=resumed
+
+kept: fresh-gradients (7 steps, no reads)
+not watched: schedule-once (no schedule) on rank 0
+"""
+
+
+def test_a_whole_text():
+    where, before = ["main", "a", "b", "c"], ["a load", "a save"]
+    again = found(where=where, before=before, count=2)
+    other = found(what="it stepped", where=where, step=5, last_step=9, count=1)
+    bare = found("resumed", last_step=3, count=1, where=[], causes=[], patches=[])
+    kept = {"name": "fresh-gradients", "status": "kept", "reason": "", "counts": {"steps": 7, "reads": 0}}
+    broken = {"name": "stepped-once", "status": "broken", "reason": ""}
+    blind = {"name": "schedule-once", "status": "not watched", "reason": "no schedule"}
+    ranks = [
+        report(0, 2, [again], rules=[kept, broken, blind]),
+        report(1, 2, [other], [bare], rules=[kept, broken], steps=9, ended=False),
+    ]
+    assert text(summarize(ranks)) == WHOLE.removesuffix("\n")
+    assert "before the end" not in text(summarize(ranks[:1]))
+
+
 def test_the_page_shows_what_is_printed():
     """But for the parts that it leaves out, and the width."""
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
