@@ -62,9 +62,10 @@ def test_a_removed_patch_stays_known(monkeypatch):
 
 
 def test_a_family_needs_an_asterisk():
-    assert off(DISABLE="megatron")[1] == [
-        "MEGAPATCH_DISABLE: no patch is called 'megatron'; did you mean megatron.*?"
-    ]
+    for variable in "DISABLE", "ONLY":
+        assert off(**{variable: "megatron"})[1] == [
+            f"MEGAPATCH_{variable}: no patch is called 'megatron'; did you mean megatron.*?"
+        ]
 
 
 def test_the_reason_names_the_variable_and_what_was_typed():
