@@ -125,6 +125,15 @@ def test_a_rebuild_that_fails_leaves_everything_as_it_was(name):
     assert engine.records[0].reason == "LookupError: no such actor"
 
 
+def test_a_module_gets_a_function(name):
+    target, url = importlib.import_module(name), "https://example.com/issues/3"
+    site = Site(name, needed, add={"greeting": f"{__name__}:greet"})
+    engine = activated(Patch("test.greeting", "They greet.", url, sites=(site,)))
+    assert target.greeting is greet
+    engine.restore()
+    assert not hasattr(target, "greeting")
+
+
 def test_what_is_there_is_not_added(modules):
     name = modules.write(SOURCE + "Worker.greet = print\n")
     target = importlib.import_module(name)
@@ -182,7 +191,7 @@ def test_two_patches_share_what_both_have_rebuilt(modules, name):
     assert [record.status.value for record in engine.records] == ["applied", "applied"]
 
 
-@pytest.mark.parametrize("attribute", ["Worker.greet", "actor", "the same kind of actor"])
+@pytest.mark.parametrize("attribute", ["Worker.greet", "nothing", "a class", "actor", "the same kind of actor"])
 def test_what_someone_has_put_in_our_place_is_told(name, attribute):
     target = importlib.import_module(name)
     engine = activated(patch_for(name))
@@ -190,6 +199,11 @@ def test_what_someone_has_put_in_our_place_is_told(name, attribute):
         target.actor = object()
     elif attribute == "Worker.greet":
         target.Worker.greet = len
+    elif attribute == "nothing":
+        attribute = "Worker.greet"
+        del target.Worker.greet
+    elif attribute == "a class":
+        attribute, target.Worker = "Worker.greet", type("Worker", (target.Worker,), {"greet": len})
     else:
         attribute, target.actor = "actor", again(target.actor)
     assert status_of(engine) == "overwritten"
