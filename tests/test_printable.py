@@ -161,6 +161,7 @@ def test_no_part_of_a_password_is_left_in_a_url(password, url, before, after):
 
 @settings(deadline=None)
 @example("Authorization:\nBearer x", "Authorization:\x85Bearer x")
+@example("Authorization: Bearer x\nall well", "Authorization: \\nBearer x")
 @given(ANY, SECRET.flatmap(foreign))
 def test_cleaning_twice_is_cleaning_once(text, secret):
     for clean in (_printable.clean, _printable.one_line, _printable.first_line_at_the_margin):
