@@ -50,7 +50,12 @@ Imports.__module__ = "wrapt.importer"
     ],
 )
 def test_a_module_is_found_and_nothing_is_imported(tmp_path, monkeypatch, name, found):
-    for file in ("sought/__init__.py", "sought/inner/__init__.py", "sought/inner/leaf.py", "sought/folder/leaf.py"):
+    for file in (
+        "sought/__init__.py",
+        "sought/inner/__init__.py",
+        "sought/inner/leaf.py",
+        "sought/folder/leaf.py",
+    ):
         (tmp_path / file).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / file).write_text("raise AssertionError")
     (tmp_path / "sought_plain.py").touch()
