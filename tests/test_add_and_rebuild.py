@@ -107,7 +107,8 @@ def test_what_only_an_earlier_build_leads_to_is_not_out_of_reach(modules):
     engine.activate()
     assert not out_of_reach(engine)
 
-    target.Worker.other.__defaults__[0].append(original)  # all builds have it
+    class_of_no_module = type("Gone", (), {"__module__": "megapatch_test_gone"})
+    target.Worker.other.__defaults__[0].extend((class_of_no_module, original))  # all builds have it
     assert out_of_reach(engine) == [f"a list holds the original of {name}:Worker.name"]
 
 

@@ -87,8 +87,9 @@ def test_restore_gives_the_identical_original_everywhere(modules):
 
 
 def test_restore_deletes_what_was_inherited(modules):
-    source = TARGET + "class Heir(Greeter):\n    pass\n"
-    target = importlib.import_module(name := modules.write(source))
+    base = modules.write(TARGET, stem="base")
+    name = modules.write(f"from {base} import Greeter\n\nclass Heir(Greeter):\n    pass\n")
+    target = importlib.import_module(name)
     engine = activated(make_patch(name, "Heir.greet"))
     assert target.Heir().greet("you") == "hello you!" and target.Greeter().greet("you") == "hello you"
     assert pickle.loads(pickle.dumps(target.Heir.greet)) is target.Heir.greet

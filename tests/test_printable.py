@@ -170,6 +170,14 @@ def test_cleaning_twice_is_cleaning_once(text, secret):
 
 
 @pytest.mark.parametrize(
+    ("query", "shown"),
+    [("?zq", "?***"), ("?raw&id=zq", "?raw&id=***"), ("?id=1&raw&key=zq", "?id=***&raw&key=***")],
+)
+def test_the_values_of_a_query_are_hidden_and_its_flags_are_not(query, shown):
+    assert _printable.clean(f"https://host.example/x{query}") == f"https://host.example/x{shown}"
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "git+https://github.com/o/r.git@v1.0",
