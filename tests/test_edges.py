@@ -115,7 +115,7 @@ def test_a_distribution_with_bad_metadata_loses_no_other(tmp_path):
         ("megapatch_only", "MEGAPATCH_ONLY"),
         ("MEGAPATCHSTRICT", "MEGAPATCH_STRICT"),
         ("MEGAPATH_DISABLE", "MEGAPATCH_DISABLE"),
-        ("MEGA_PATCH_DISABLE", "MEGAPATCH_DISABLE"),
+        ("MEGA_PATCH_STRICT", "MEGAPATCH_STRICT"),
     ],
 )
 def test_a_misspelt_variable_is_a_warning_at_import(variable, meant):

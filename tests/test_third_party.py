@@ -30,6 +30,7 @@ from rigs.engine import make_patch
 LOUDER = make_patch({target!r}, name="acme.louder")
 BOTH = [LOUDER, make_patch({target!r}, "Greeter.greet", name="acme.method")]
 NEITHER = "a text"
+NONE = []
 """
 
 _numbers = itertools.count()
@@ -137,6 +138,7 @@ def test_a_module_that_was_imported_before(distribute, target, patches):
             "{patches}:NEITHER",
             "TypeError: {patches}:NEITHER is 'a text'; expected a megapatch.Patch or a tuple of them",
         ),
+        ("{patches}:NONE", "TypeError: {patches}:NONE is []; expected a megapatch.Patch or a tuple of them"),
         ("{patches}:MISSING", "AttributeError: module '{patches}' has no attribute 'MISSING'"),
         ("megapatch_no_such_module:PATCH", "ModuleNotFoundError: No module named 'megapatch_no_such_module'"),
     ],
