@@ -31,9 +31,9 @@ _SECRETS = (
         r"|eyJ[\w-]{8,1024}\.[\w-]{8,}(?:\.[\w-]*)?)",  # with a bound, as each may begin in the one before
         HIDDEN,
     ),
-    # Whatever the scheme: all up to the end of the quotation or line, which may be the next one.
+    # Whatever the scheme: all up to the end of the quotation or line, escaped or not, which may be the next one.
     (
-        r"(?i)(\bauthorization\\*['\"]?\s*[:=] *)\s*(?:(\\*['\"])(?:(?!\2).)*|[^\n]+)",
+        r"(?i)(\bauthorization\\*['\"]?\s*[:=] *)(?:\s|\\n)*(?:(\\*['\"])(?:(?!\2).)*|(?:(?!\\n)[^\n])+)",
         rf"\g<1>\g<2>{HIDDEN}",
     ),
     (r"(?i)(\bbearer\s+)[\w.~+/=-]{16,}", rf"\g<1>{HIDDEN}"),

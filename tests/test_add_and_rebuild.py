@@ -107,7 +107,8 @@ def test_what_only_an_earlier_build_leads_to_is_not_out_of_reach(modules):
     engine.activate()
     assert not out_of_reach(engine)
 
-    target.Worker.other.__defaults__[0].append(original)  # all builds have it
+    class_of_no_module = type("Gone", (), {"__module__": "megapatch_test_gone"})
+    target.Worker.other.__defaults__[0].extend((class_of_no_module, original))  # all builds have it
     assert out_of_reach(engine) == [f"a list holds the original of {name}:Worker.name"]
 
 
@@ -123,6 +124,15 @@ def test_a_rebuild_that_fails_leaves_everything_as_it_was(name):
     assert (dict(vars(target.Worker)), target.actor) == before
     assert status_of(engine) == "failed"
     assert engine.records[0].reason == "LookupError: no such actor"
+
+
+def test_a_module_gets_a_function(name):
+    target, url = importlib.import_module(name), "https://example.com/issues/3"
+    site = Site(name, needed, add={"greeting": f"{__name__}:greet"})
+    engine = activated(Patch("test.greeting", "They greet.", url, sites=(site,)))
+    assert target.greeting is greet
+    engine.restore()
+    assert not hasattr(target, "greeting")
 
 
 def test_what_is_there_is_not_added(modules):
@@ -182,7 +192,7 @@ def test_two_patches_share_what_both_have_rebuilt(modules, name):
     assert [record.status.value for record in engine.records] == ["applied", "applied"]
 
 
-@pytest.mark.parametrize("attribute", ["Worker.greet", "actor", "the same kind of actor"])
+@pytest.mark.parametrize("attribute", ["Worker.greet", "nothing", "a class", "actor", "the same kind of actor"])
 def test_what_someone_has_put_in_our_place_is_told(name, attribute):
     target = importlib.import_module(name)
     engine = activated(patch_for(name))
@@ -190,6 +200,11 @@ def test_what_someone_has_put_in_our_place_is_told(name, attribute):
         target.actor = object()
     elif attribute == "Worker.greet":
         target.Worker.greet = len
+    elif attribute == "nothing":
+        attribute = "Worker.greet"
+        del target.Worker.greet
+    elif attribute == "a class":
+        attribute, target.Worker = "Worker.greet", type("Worker", (target.Worker,), {"greet": len})
     else:
         attribute, target.actor = "actor", again(target.actor)
     assert status_of(engine) == "overwritten"

@@ -279,9 +279,13 @@ def test_each_launchers_rank_and_number_of_ranks_are_known(monkeypatch, rank, si
 def test_only_if_all_are_off_that_is_why_none_is_applied():
     off = SiteReport("m", Status.DISABLED, "switched off", None, (), (), (), (), None)
     waiting = off._replace(status=Status.PENDING, reason="not imported yet")
-    for sites, said in (((off,), ": switched off"), ((off, waiting), " as yet: call check() when")):
-        report = PatchReport(PatchInfo("acme.x", "x", None, ("m",)), sites)
-        assert module._why_none([report]).startswith(said)
+    elsewhere = off._replace(status=Status.NOT_INSTALLED, reason="there is no such module to import")
+    for sites, said in (
+        *[((off,), ": switched off"), ((off, elsewhere), ": switched off")],
+        *[((off, waiting), " as yet: call check() when"), ((off, off._replace(status=Status.MISSED)), ", NOT in")],
+    ):
+        report = Report((PatchReport(PatchInfo("acme.x", "x", None, ("m",)), sites),), {})
+        assert f": no patch applied{said}" in module._line(report)
 
 
 def test_sites_of_the_audit_are_not_counted_as_patches():

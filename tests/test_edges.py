@@ -14,6 +14,7 @@ from rigs.command import run
 from rigs.engine import TARGET, make_engine, make_patch, needed, status_of
 
 import megapatch
+from megapatch._engine import edges
 
 PACKAGE = Path(megapatch.__file__).parent
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends itself signals")
@@ -114,7 +115,7 @@ def test_a_distribution_with_bad_metadata_loses_no_other(tmp_path):
         ("megapatch_only", "MEGAPATCH_ONLY"),
         ("MEGAPATCHSTRICT", "MEGAPATCH_STRICT"),
         ("MEGAPATH_DISABLE", "MEGAPATCH_DISABLE"),
-        ("MEGA_PATCH_DISABLE", "MEGAPATCH_DISABLE"),
+        ("MEGA_PATCH_STRICT", "MEGAPATCH_STRICT"),
     ],
 )
 def test_a_misspelt_variable_is_a_warning_at_import(variable, meant):
@@ -132,6 +133,25 @@ def test_those_of_others_are_not(variable):
 def test_the_known_ones_are_not():
     environment = {"MEGAPATCH_RUN_TARGETS": "", "MEGAPATCH_AUDIT": "0", "MEGAPATCH_AUDIT_EVERY": "5"}
     assert found(**environment)[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "is_doctor"),
+    [
+        ("/usr/bin/megapatch doctor --report", True),
+        ("-m doctor < python -m megapatch doctor", True),
+        ("-m doctor < python -m train doctor", False),
+        ("train.py doctor", False),
+        ("megapatch audit doctor", False),
+        ("megapatch", False),
+    ],
+)
+def test_doctor_says_itself_what_is_wrong_with_a_variable(monkeypatch, caplog, line, is_doctor):
+    at_first, _, began_with = line.partition(" < ")
+    monkeypatch.setattr(sys, "argv", at_first.split())
+    monkeypatch.setattr(sys, "orig_argv", (began_with or f"python {line}").split())
+    edges.warn_of_a_setting("it is misspelt")
+    assert bool(caplog.text) != is_doctor
 
 
 # ------------------------------------------------------------------------ two copies

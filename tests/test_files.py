@@ -48,6 +48,15 @@ def test_a_part_that_cannot_be_written_goes(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_part_that_cannot_be_made_says_why(tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.Path, "open", full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write(files.path_of(tmp_path, "rank", 0), {})
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

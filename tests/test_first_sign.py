@@ -113,6 +113,7 @@ def test_children_leave_it_to_their_parent():
     spawn = "import multiprocessing; multiprocessing.process._parent_process = object()"
     assert signs(UNPATCHED, fork) == [NONE]
     assert signs(UNPATCHED, spawn) == []
+    assert signs(UNPATCHED, spawn, RANK="0", WORLD_SIZE="2") == []  # a rank has started it
 
 
 SPAWNED = "import multiprocessing, os; multiprocessing.process._parent_process = object()"

@@ -87,8 +87,9 @@ def test_restore_gives_the_identical_original_everywhere(modules):
 
 
 def test_restore_deletes_what_was_inherited(modules):
-    source = TARGET + "class Heir(Greeter):\n    pass\n"
-    target = importlib.import_module(name := modules.write(source))
+    base = modules.write(TARGET, stem="base")
+    name = modules.write(f"from {base} import Greeter\n\nclass Heir(Greeter):\n    pass\n")
+    target = importlib.import_module(name)
     engine = activated(make_patch(name, "Heir.greet"))
     assert target.Heir().greet("you") == "hello you!" and target.Greeter().greet("you") == "hello you"
     assert pickle.loads(pickle.dumps(target.Heir.greet)) is target.Heir.greet
@@ -98,7 +99,10 @@ def test_restore_deletes_what_was_inherited(modules):
 
 def test_a_foreign_patch_on_top_is_seen_and_not_removed(modules, caplog):
     target = importlib.import_module(name := modules.write(TARGET))
-    engine = activated(make_patch(name, "greet", "Greeter.greet"))
+    other = importlib.import_module(modules.write(TARGET))
+    engine = activated(
+        make_patch(name, "greet", "Greeter.greet"), make_patch(other.__name__, name="test.restored-first")
+    )
     ours = target.Greeter.greet
 
     def foreign(self, name):
@@ -110,7 +114,7 @@ def test_a_foreign_patch_on_top_is_seen_and_not_removed(modules, caplog):
     assert "someone_else.shout" in engine.records[0].reason
     with pytest.raises(RestoreError, match=r"Greeter\.greet cannot be restored: someone_else\.shout"):
         engine.restore()
-    assert target.Greeter.greet is foreign and target.greet("you") == "hello you!"  # nothing was changed
+    assert target.Greeter.greet is foreign and target.greet("you") == other.greet("you") == "hello you!"
     engine.apply()
     assert target.Greeter().greet("you") == "HELLO you"
     assert caplog.text.count("is overwritten") == 1
@@ -142,6 +146,13 @@ def test_restoring_an_unknown_name_is_an_error_that_helps():
         engine.restore("test.laud")
     with pytest.raises(MegapatchError, match=r"no patch is called 'test\.laud'"):
         restoring.matching_names(engine.roster, ["test.louder", "test.laud"])
+
+
+def test_a_patch_that_is_not_loaded_may_change_numbers():
+    engine, info = make_engine(make_patch("nowhere")), PatchInfo("test.unloaded", "", None, ("nowhere",))
+    engine.roster.records += (Unloaded(info.name, "nowhere", (info,), tuple, names_are_known=True),)
+    for selection, meant in {"@same-numbers": ["test.louder"], "*": ["test.louder", "test.unloaded"]}.items():
+        assert restoring.matching_names(engine.roster, [selection]) == meant
 
 
 def test_patches_on_one_target_are_restored_from_the_top_down(modules):

@@ -34,6 +34,11 @@ class Endless:
         return Endless()
 
 
+class Circular:
+    def __init__(self):
+        self.__wrapped__ = self
+
+
 class Raising:
     def __getattribute__(self, name):
         raise RuntimeError(f"{name} of something that is gone")
@@ -261,7 +266,7 @@ def test_a_method_that_is_kept_beside_it(target):
 
 
 # ------------------------------------------------------------------------------------------ that stop a report
-@pytest.mark.parametrize("kind", [Endless, Raising, RaisingLayer], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Endless, Circular, Raising, RaisingLayer], ids=lambda kind: kind.__name__)
 def test_a_report_survives_whatever_is_there(kind, target):
     engine = activated(make_patch(target.__name__))
     target.greet = kind()
@@ -271,7 +276,7 @@ def test_a_report_survives_whatever_is_there(kind, target):
     engine.apply()
 
 
-@pytest.mark.parametrize("kind", [Endless, Raising, RaisingLayer], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Endless, Circular, Raising, RaisingLayer], ids=lambda kind: kind.__name__)
 def test_whatever_is_there_before_a_patch_does_not_stop_others(kind, target):
     target.greet = kind()
     engine = activated(

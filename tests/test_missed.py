@@ -65,10 +65,29 @@ def test_behind_another_import_hook_it_is_missed_until_the_next_import(modules, 
 
 def test_an_import_in_between_puts_megapatch_in_front_again(modules, in_front):
     name, another = modules.write(TARGET), modules.write("")
+    (modules.folder / (namespace := f"{another}_folder")).mkdir()
     activated(make_patch(name))
     in_front(name)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{another}_not_there")
+    importlib.import_module(namespace)
     importlib.import_module(another)
     assert importlib.import_module(name).greet("you") == "hello you!"
+    assert sys.meta_path.count(front_finder) == 1
+
+
+def test_a_finder_that_imports_another_target_does_not_hide_it(modules, in_front):
+    name, other = modules.write(TARGET), modules.write(TARGET, stem="other")
+
+    class Importing(LoadsItself):
+        def find_spec(self, name, path=None, target=None):
+            if name in self.names:
+                importlib.import_module(other)
+
+    activated(make_patch(name), make_patch(other, name="test.other"))
+    sys.meta_path.insert(1, Importing(name))
+    assert importlib.import_module(name).greet("you") == "hello you!"
+    assert sys.modules[other].greet("you") == "hello you!"
 
 
 def test_the_other_hook_still_loads_its_modules(modules, in_front):

@@ -161,11 +161,20 @@ def test_no_part_of_a_password_is_left_in_a_url(password, url, before, after):
 
 @settings(deadline=None)
 @example("Authorization:\nBearer x", "Authorization:\x85Bearer x")
+@example("Authorization: Bearer x\nall well", "Authorization: \\nBearer x")
 @given(ANY, SECRET.flatmap(foreign))
 def test_cleaning_twice_is_cleaning_once(text, secret):
     for clean in (_printable.clean, _printable.one_line, _printable.first_line_at_the_margin):
         for given_text in (text, secret):
             assert clean(clean(given_text)) == clean(given_text)
+
+
+@pytest.mark.parametrize(
+    ("query", "shown"),
+    [("?zq", "?***"), ("?raw&id=zq", "?raw&id=***"), ("?id=1&raw&key=zq", "?id=***&raw&key=***")],
+)
+def test_the_values_of_a_query_are_hidden_and_its_flags_are_not(query, shown):
+    assert _printable.clean(f"https://host.example/x{query}") == f"https://host.example/x{shown}"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megapatch._engine.advice import acceptance, advice, at_risk
-from megapatch._engine.complaints import complaints
+from megapatch._engine.complaints import complaints, unknown_name
 from megapatch._engine.engine import this_process
 from megapatch._engine.restoring import matching_names
 from megapatch._engine.settings import VARIABLES, Settings
@@ -62,9 +62,10 @@ def test_a_removed_patch_stays_known(monkeypatch):
 
 
 def test_a_family_needs_an_asterisk():
-    assert off(DISABLE="megatron")[1] == [
-        "MEGAPATCH_DISABLE: no patch is called 'megatron'; did you mean megatron.*?"
-    ]
+    for variable in "DISABLE", "ONLY":
+        assert off(**{variable: "megatron"})[1] == [
+            f"MEGAPATCH_{variable}: no patch is called 'megatron'; did you mean megatron.*?"
+        ]
 
 
 def test_the_reason_names_the_variable_and_what_was_typed():
@@ -97,6 +98,12 @@ def test_at_most_three_near_matches():
     names = [f"slime.{letter}-hook" for letter in "abcde"]
     (complaint,) = complaints(Settings(disable=("slime.x-hook",)), names)
     assert complaint.count(" or ") == 2
+
+
+def test_of_many_names_the_families_are_listed():
+    patches, rules = [f"slime.{letter}" for letter in "abcdefghij"], [f"rule-{letter}" for letter in "abcdefghij"]
+    assert unknown_name("xyz", patches).endswith("known patches: slime.*.")
+    assert unknown_name("xyz", rules, "rule", "rules").endswith(f"known rules: {', '.join(rules)}.")
 
 
 def test_a_name_that_may_be_of_a_patch_to_come_is_not_judged():

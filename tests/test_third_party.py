@@ -30,6 +30,7 @@ from rigs.engine import make_patch
 LOUDER = make_patch({target!r}, name="acme.louder")
 BOTH = [LOUDER, make_patch({target!r}, "Greeter.greet", name="acme.method")]
 NEITHER = "a text"
+NONE = []
 """
 
 _numbers = itertools.count()
@@ -106,6 +107,19 @@ def test_metadata_are_not_read_where_no_folder_mentions_the_group(monkeypatch, t
     assert list(_third_parties(Settings())) == []
 
 
+def test_a_finder_that_fails_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **kwargs: [][0])
+    assert third_party.entry_points() == []
+    assert "megapatch.patches could not be read in the distributions: IndexError" in caplog.text
+
+
+def test_of_two_distributions_with_one_name_the_first_on_the_path_counts(distribute, target, patches):
+    for value, name in (("LOUDER", "Acme_Megatron"), ("BOTH", "acme.megatron"), ("BOTH", "Another")):
+        distribute(target, f"{patches}:{value}", name)
+    first, other = third_party.entry_points()
+    assert (first.value, other.dist.name) == (f"{patches}:LOUDER", "Another")
+
+
 def test_a_module_that_was_imported_before(distribute, target, patches):
     distribute(target, f"{patches}:LOUDER")
     module = importlib.import_module(target)
@@ -124,6 +138,7 @@ def test_a_module_that_was_imported_before(distribute, target, patches):
             "{patches}:NEITHER",
             "TypeError: {patches}:NEITHER is 'a text'; expected a megapatch.Patch or a tuple of them",
         ),
+        ("{patches}:NONE", "TypeError: {patches}:NONE is []; expected a megapatch.Patch or a tuple of them"),
         ("{patches}:MISSING", "AttributeError: module '{patches}' has no attribute 'MISSING'"),
         ("megapatch_no_such_module:PATCH", "ModuleNotFoundError: No module named 'megapatch_no_such_module'"),
     ],

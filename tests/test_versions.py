@@ -184,6 +184,8 @@ def test_other_sources_are_told_apart(copied, version):
     with (other / "megapatch/patch.py").open("a") as file:
         file.write("# changed\n")
     (third / "megapatch/more.py").write_text("")
+    with (same / "megapatch/_version.py").open("a") as file:  # as a build does
+        file.write("# changed\n")
     exact = exact_in(one)
     assert exact.startswith(f"{version}.") and len(exact.strip()) == len(version) + 9
     assert exact_in(same) == exact

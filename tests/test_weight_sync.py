@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import itertools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
 from rigs.weight_sync import PLACES, Failure, World
 
+from megapatch._mcore.main_params import are_lent
 from megapatch._pausing.generation import resumed_on_failure
-from megapatch.weight_sync import paused_generation
+from megapatch.weight_sync import lent_weights, paused_generation
 
 PACKAGE = "megapatch.weight_sync"
 DEEDS = [None, "raise", "cancel"]
@@ -203,3 +205,13 @@ def test_at_the_end_of_asyncio_run_it_is_resumed():
     assert asyncio.run(run()).cancelled()
     assert world.calls == ["pause", "resume"]
     assert not world.generation_paused_event.is_set()
+
+
+def test_weights_are_lent_inside_and_by_this_thread_only():
+    with contextlib.suppress(Failure), lent_weights():
+        with lent_weights():
+            pass
+        with ThreadPoolExecutor() as pool:
+            assert (are_lent(), pool.submit(are_lent).result()) == (True, False)
+        raise Failure
+    assert not are_lent()

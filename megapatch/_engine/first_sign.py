@@ -53,7 +53,7 @@ class FirstSign:
         atexit.register(self._none_applied, os.getpid())
 
     def _none_applied(self, started_in: int) -> None:
-        if sys.modules.keys() >= {"torch", "megatron.core"} and os.getpid() == started_in and not _has_parent():
+        if sys.modules.keys() >= {"torch", "megatron.core"} and os.getpid() == started_in:
             self._say(f"megapatch {__version__} applied no patch in this process; `megapatch doctor` says why")
 
     def _say(self, text: str) -> None:

@@ -43,8 +43,7 @@ def records_of(roster: Roster, patterns: Iterable[str]) -> list[Record]:
         MegapatchError: for a pattern that stands for no patch.
     """
     names = matching_names(roster, patterns)
-    others = [record for record in roster.records if record not in roster.lowest]
-    return [record for record in others if all(patch.name in names for patch, _ in record.rows())]
+    return [record for record in roster.records if all(patch.name in names for patch, _ in record.rows())]
 
 
 def restore(records: Collection[Record]) -> None:

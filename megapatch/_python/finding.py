@@ -31,11 +31,10 @@ def _find_spec(name: str, path: object) -> ModuleSpec | None:
     # For a folder without __init__ PathFinder asks for its parent in sys.modules, unless the name has none.
     for finder in [PathFinder, *sys.meta_path]:
         known_as = name.rpartition(".")[2] if finder is PathFinder else name
-        find_spec = getattr(finder, "find_spec", None)
-        if find_spec is None or type(finder).__module__.startswith(("wrapt", "megapatch", "sitecustomize")):
+        if type(finder).__module__.startswith(("wrapt", "megapatch", "sitecustomize")):
             continue
         try:
-            spec: ModuleSpec | None = find_spec(known_as, path)
+            spec: ModuleSpec | None = finder.find_spec(known_as, path)  # type: ignore[attr-defined]
         except Exception:  # somebody's finder, asked out of turn
             continue
         if spec is not None:

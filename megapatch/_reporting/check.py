@@ -74,7 +74,7 @@ def _line(report: Report) -> str:
     applied = sum(patch.status is Status.APPLIED for patch in patches)
     bad = [patch.patch.name for patch in report.patches if patch.status.needs_attention]
     lacking = f", NOT in place: {', '.join(bad)}" if bad else ""
-    early = "" if applied or bad else _why_none(patches)
+    early = "" if bad else _why_none(patches)
     patches_applied = f"{terminal.counted(applied, 'patch', 'patches')} applied" if applied else "no patch applied"
     return f"megapatch {exact_version()}, digest {report.digest}: {patches_applied}{early}{lacking}"
 

@@ -144,7 +144,6 @@ class Rollouts:
             self._rollouts[group.group_id] = Rollout(
                 group.weight_version or 0, now, running=False, in_flight=False
             )
-        self._begun = self._reported = len(ended)
 
     @property
     def has_begun(self) -> bool:

@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
@@ -101,10 +102,17 @@ class Result:
     grad_norm: float
 
 
+_done = Future()
+_done.set_result(0.5)
+
+
 @pytest.mark.parametrize(
     ("result", "told"),
-    [(Result(True, 0.5), {"succeeded": True, "grad_norm": 0.5}), (None, None), ([1], None), (Result, None)],
-    ids=["dataclass", "none", "list", "class"],
+    [
+        *[(Result(True, 0.5), {"succeeded": True, "grad_norm": 0.5}), ({"loss": _done}, {"loss": 0.5})],
+        *[(None, None), ([1], None), (Result, None)],
+    ],
+    ids=["dataclass", "a future in a dict", "none", "list", "class"],
 )
 async def test_what_finish_returns(result, told):
     class Trainer(World):

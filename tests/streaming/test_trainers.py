@@ -15,6 +15,14 @@ from rigs.streaming.world import raised
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump, _calls
 
 
+class Buffer(RolloutBuffer):
+    """One that is not made for threads: the event loop has it."""
+
+    def claim(self, group):
+        assert threading.current_thread() is threading.main_thread()
+        return super().claim(group)
+
+
 class Generation:
     """Also a synchronizer."""
 
@@ -78,6 +86,24 @@ class ReturnsAwaitables(Asyncio):
     """Plain methods, as those of a decorated asyncio trainer."""
 
 
+class Remote:
+    """A Ray actor's method, without Ray."""
+
+    def __init__(self, remote):
+        self.remote = remote
+
+    def remote(self, *args): ...
+
+    def __call__(self, *args):
+        raise TypeError("Actor methods cannot be called directly")
+
+
+class Actor(Asyncio):
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        return Remote(found) if name.endswith("_step") or name == "train_microbatch" else found
+
+
 for name in ("begin_train_step", "train_microbatch", "finish_train_step", "abort_train_step"):
 
     async def method(self, *args, _name=name):
@@ -89,7 +115,7 @@ for name in ("begin_train_step", "train_microbatch", "finish_train_step", "abort
 
 async def trained(trainer, groups="abcd", **settings):
     """One step with this trainer; what its generation has then, or what was raised."""
-    buffer, generation = RolloutBuffer(), Generation()
+    buffer, generation = Buffer(), Generation()
     for group in groups:
         await buffer.put(group, {"group_id": group, "weight_version": 0}, group)
     config = StreamingConfig(
@@ -101,7 +127,7 @@ async def trained(trainer, groups="abcd", **settings):
     return error or generation
 
 
-@pytest.mark.parametrize("kind", [Plain, Asyncio, ReturnsAwaitables])
+@pytest.mark.parametrize("kind", [Plain, Asyncio, ReturnsAwaitables, Actor])
 def test_any_kind_is_called_in_order(kind):
     trainer = kind()
     generation = asyncio.run(trained(trainer))

@@ -206,6 +206,7 @@ def test_what_is_not_here_is_not_well():
 def test_json_has_all_of_it():
     found = json.loads(json.dumps(shown(row_of(DEFECT, WELL)[0]).to_dict()))
     assert (found["schema"], found["exit_code"], found["processes"]) == (1, 0, 2)
+    assert found["step_seconds"] is found["cost"] is None  # keys of the schema
     assert found["checks"][0] == {
         "name": "megatron.a",
         "outcome": "repaired",
