@@ -16,7 +16,7 @@ from rigs.audit import running_audit
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import UNPATCHED, Log
 from rigs.mistakes.gradients import LEARNS
-from rigs.mistakes.table import ACCUSED, LATER, MISTAKES, QUIET, SEEN, as_markdown, as_sentences
+from rigs.mistakes.table import ACCUSED, IN_CI, LATER, MISTAKES, QUIET, SEEN, as_markdown, as_sentences
 from rigs.where import chosen, with_nightly
 
 from megapatch import audit
@@ -68,7 +68,7 @@ def ranks(request):
     return run_cells(job, 2, chosen(request, "name"), found, env={**UNPATCHED, **AUDITED})
 
 
-@pytest.mark.parametrize("name", with_nightly([*MISTAKES]))
+@pytest.mark.parametrize("name", with_nightly([*MISTAKES], IN_CI))
 def test_it_is_found_where_it_first_acts(ranks, name):
     expected = MISTAKES[name].finds
     by_rank = [{rule: step for rule, step, *_ in cells[name]} for cells in ranks]

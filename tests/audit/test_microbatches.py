@@ -67,6 +67,25 @@ def test_microbatches_are_those_of_the_innermost_call_and_a_loss_is_one_number(w
     assert part.added_to(torch.zeros(0, 3), [chunk]).tolist()[0] == [0, 0, 0] and reported(watching) == []
 
 
+def test_ranks_compare_their_losses_and_their_rates(watching):
+    part, chunk, groups = part_of(watching, Microbatches), Chunk(), [{"lr": 0.1}]
+    watching.models.optimizers_of = lambda chunk: [Thing(optimizer=Thing(param_groups=groups))]
+
+    def rows(*losses):
+        train(part, chunk, *((loss, 1) for loss in losses))
+        return part.added_to(torch.zeros(0, 3, dtype=torch.int64), [chunk]).tolist()
+
+    first, again, other, only_signs, nan = map(
+        rows, *zip((1.0, 2.0), (1.0, 2.0), (1.0, 3.0), (1.0, -1.0), (1.0, float("nan")), strict=True)
+    )
+    assert first == again != other and first[0][0] == 2 and any(first[0][1:])
+    assert only_signs[0] == nan[0] == [2, 0, 0] and {row[1][2] for row in (first, other, nan)} == {1}
+    for group in ({"lr": 0.2}, {"lr": 0.1, "weight_decay": 0.1}):
+        groups[:] = [group]
+        assert rows(1.0, 2.0)[1][1] != first[1][1]
+    assert reported(watching) == []
+
+
 @pytest.mark.parametrize(
     ("history", "counts", "trains", "is_old"),
     [

@@ -90,6 +90,14 @@ def test_the_first_note_of_a_rule_is_one_warning_when_it_is_seen_and_all_are_lis
     assert warned.startswith("audit: 2 notes of saved-is-trained; with MEGAPATCH_REPORT=FOLDER, megapatch audit")
 
 
+def test_each_way_of_breaking_a_rule_is_a_warning_if_it_is_a_finding(caplog):
+    caplog.set_level(logging.INFO, "megapatch")
+    ledger = Ledger()
+    for kind in ("left", "machine", "left"):
+        ledger.report("hooks-balanced", kind, "a hook")
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+
+
 @pytest.mark.parametrize(
     ("names", "complaint"),
     [

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from rigs.audit import Thing, part_of, watcher_of
-from rigs.chunks import Chunk, reported
+from rigs.chunks import Chunk, Group, reported
 
 from megapatch._mcore.bucket_groups import MODULE
 from megapatch.audit import _chunks, _gradients, _scaled_once, _step_begins
@@ -16,6 +16,7 @@ from megapatch.audit._audit import Call, Step
 from megapatch.audit._calls import Calls
 from megapatch.audit._gathered_when_read import GatheredWhenRead
 from megapatch.audit._gradients import Gradients
+from megapatch.audit._loaded_is_there import LoadedIsThere
 from megapatch.audit._ranks_agree import RanksAgree
 from megapatch.audit._step_begins import StepBegins
 from megapatch.audit._training_mode import TrainingMode
@@ -86,8 +87,9 @@ class Events:
         ("fail ab, step a, call ab", []),
         ("call a, step a, call ab, call ab", []),  # another call of the same step
         ("freeze b, call ab, step a, call ab", []),
+        ("freeze b, call ab, call ab", []),
         ("call a, idle c, drop a, call a", ["model"]),
-        ("call a, idle c, idle c, drop a, call a", ["model"]),
+        ("idle c, call a, idle c, drop a, call a", ["model"]),
         ("call a, idle c, call a", []),
         ("call a, drop a, call a", []),
         ("call a, step c, drop a, call a", []),
@@ -127,17 +129,13 @@ def test_the_rank_is_asked_for_once_and_an_event_has_the_users_line(watching):
 
 
 def test_a_report_is_left_after_some_steps_and_by_the_minute_where_ranks_are_compared(watching, monkeypatch):
-    seen, left, now = Events(watching), [], [1000.0]
+    seen, left, now = Events(watching), [], [0.0]
     watching.ledger.changed = lambda: left.append(watching.ledger.step)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    for watching.ledger.step in range(1, 151):
-        now[0] += 0.1 if watching.ledger.step > 100 else 1.3
+    early = [(step, step / 2) for step in range(1, 151)]
+    for watching.ledger.step, now[0] in [*early, (200, 124.0), (201, 200.0), (250, 183.0), (300, 184.0)]:
         seen.step("a")
-    assert left == [1, 2, 4, 8, 16, 32, 64, 128]
-    for watching.ledger.step, later in ((200, 60), (201, 120), (250, 59), (300, 1)):
-        now[0] += later
-        seen.step("a")
-    assert left[8:] == [200, 250]
+    assert left == [1, 2, 4, 8, 16, 32, 64, 128, 200, 300]
 
 
 def test_a_step_that_raises_is_one_and_its_gradients_are_excused(watching):
@@ -160,6 +158,7 @@ def test_a_step_that_raises_is_one_and_its_gradients_are_excused(watching):
     del part_of(watching, RanksAgree).begin_step
     watch(inner)(optimizer)
     assert watching.ledger.step == 2 and not watching.may_have_broken and not chunk.state.excused
+    assert part_of(watching, LoadedIsThere)._succeeded[optimizer]
 
 
 # ------------------------------------------------------------------------ chunks and buckets
@@ -259,6 +258,7 @@ def test_a_gradient_that_comes_after_a_reduce_or_a_step(
     chunk.module.weight.main_grad.fill_(held)
     for _ in range(2):
         hook()
+        chunk.module.weight.main_grad.fill_(1)
     if is_zeroed:
         state.excused = True
         gradients.zeroed(chunk.buffer)
@@ -280,16 +280,21 @@ def test_a_reduce_that_is_begun_while_another_is_under_way_is_none(watching, han
 
 
 @pytest.mark.parametrize(
-    ("is_sharded", "by_tokens", "ranks", "stays"),
-    [(False, False, 2, True), (True, False, 2, False), (False, True, 2, False), (False, False, 1, False)],
+    ("is_sharded", "by_tokens", "world", "kind"),
+    [
+        (False, False, 2, "averaged"),  # which stays what it is
+        (True, False, 2, "repeated"),
+        (False, True, 2, "repeated"),
+        (False, False, 4, "repeated"),
+    ],
 )
-def test_which_gradients_stay_what_they_are_when_they_are_reduced_again(
-    watching, monkeypatch, is_sharded, by_tokens, ranks, stays
-):
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    chunk = Chunk(size=ranks, by_tokens=by_tokens)
+def test_gradients_that_are_reduced_twice(watching, monkeypatch, is_sharded, by_tokens, world, kind):
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    chunk = Chunk(by_tokens=by_tokens)
     chunk.ddp_config.use_distributed_optimizer = is_sharded
-    assert _gradients._averages(chunk, _chunks.states_of(chunk)) == stays
+    chunk.state.arrivals, chunk.state.reduces = 1, 2
+    part_of(watching, Gradients)._judge_reduces(chunk, _chunks.states_of(chunk))
+    assert reported(watching) == [("reduced-once", kind)]
 
 
 def test_a_step_forgets_what_was_before_it_and_sees_what_is_done_by_hand_after_it(watching):
@@ -349,6 +354,7 @@ def test_gradients_are_those_that_were_finished(watching, monkeypatch, change, l
             finish(lambda model: 1 / 0)([chunk])
     else:
         finish(lambda model: None)([chunk])
+    assert chunk in part_of(watching, Gradients)._finished
     finish(lambda model: None)(None)  # a model of another kind
     if between == "zeroed":
         begins.zeroed(chunk.buffer)
@@ -362,11 +368,24 @@ def test_gradients_are_those_that_were_finished(watching, monkeypatch, change, l
     assert reported(watching) == [("gradients-kept", "changed")] * (is_found and not between)
 
 
-def test_weights_apart_are_those_whose_shard_is_not_their_memory():
-    together, apart = torch.ones(4), torch.ones(4)
-    optimizer = Thing(model_fp32_groups=[[together, apart]], shard_fp32_groups=[[together[2:], apart.clone()]])
+@pytest.mark.parametrize("looks", [True, False])
+def test_weights_are_apart_if_their_shard_is_not_their_memory(watching, looks):
+    begins, optimizer, together, apart = (
+        part_of(watching, StepBegins),
+        torch.nn.Module(),
+        torch.ones(4),
+        torch.ones(4),
+    )
+    watching.looks = lambda: looks
+    for others, shards, is_found in (
+        ([], [], False),
+        ([together], [together[2:]], False),
+        ([together, apart], [together[2:], apart.clone()], looks),
+    ):
+        optimizer.model_fp32_groups, optimizer.shard_fp32_groups = [others], [shards]
+        begins.begin_step(Step(optimizer, []))
+        assert reported(watching) == [("kept-between-steps", "memory")] * is_found
     assert [each is apart for each in _step_begins._apart(optimizer)] == [True]
-    assert _step_begins._apart(Thing(model_fp32_groups=None, shard_fp32_groups=None)) == []
 
 
 # ------------------------------------------------------------------------ factors of a loss
@@ -421,3 +440,65 @@ def test_what_is_hashed_of_parameters_that_wait_for_a_gather(watching, monkeypat
     assert unhashed() == [0, 0, 0] and gathers.unread() == set()
     gathers.unread = lambda: [][1]
     assert unhashed() == [1, 1, 1] and watching.ledger.broken
+
+
+@pytest.mark.parametrize(
+    ("collective", "arguments", "is_sent", "left"),
+    [
+        ("broadcast", "a0", True, "ab"),
+        ("broadcast", "a1", False, "b"),
+        ("broadcast", "x0", False, "ab"),
+        ("broadcast", "x1", False, "ab"),
+        ("all_gather_into_tensor", "ab", False, ""),
+        ("all_gather_into_tensor", "aa", False, "b"),
+        ("all_gather_into_tensor", "xa", True, "ab"),
+        ("all_gather_into_tensor", "ax", False, "b"),
+        ("all_gather", "[a]a", False, "b"),
+        ("all_gather", "[x]a", True, "ab"),
+        ("gather", "aa", True, "ab"),
+        ("send", "a0", True, "ab"),
+        ("send", "x0", False, "ab"),
+    ],
+)
+@pytest.mark.parametrize("is_megatrons", [False, True])
+def test_a_parameter_that_is_sent_or_received_by_hand(
+    watching, monkeypatch, collective, arguments, is_sent, left, is_megatrons
+):
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    gathers, chunks = part_of(watching, GatheredWhenRead), {name: Chunk() for name in "ab"}
+    gathers.due.update(chunk.group for chunk in chunks.values())
+    values = {
+        "x": torch.ones(1),
+        "0": 0,
+        "1": 1,
+        **{name: chunk.module.weight.data for name, chunk in chunks.items()},
+    }
+    names = list(arguments.replace("[", "").replace("]", ""))
+    output, *others = (values[name] for name in names)
+    watch = watcher_of(gathers, collective)(lambda *args: None)
+
+    def send(*_):
+        watch([output] if "[" in arguments else output, *others)
+
+    if is_megatrons:
+        watcher_of(gathers, "_ParamAndGradBucketGroup.start_param_sync")(send)(Group())
+        is_sent, left = False, "ab"
+    else:
+        send()
+    assert reported(watching) == [("gathered-when-read", "sent")] * is_sent
+    assert [name for name, chunk in chunks.items() if chunk.group in gathers.due] == list(left)
+
+
+def test_a_group_is_received_once_all_its_parameters_are_and_what_is_saved_of_it_is_read(watching):
+    gathers, first, second = part_of(watching, GatheredWhenRead), Chunk(), Chunk()
+    weights = [chunk.module.weight for chunk in (first, second)]
+    first.group.params = {*weights}
+    gathers.due.add(first.group)
+    for save in ([torch.ones(1)], [{"weight": weights[1].data}]):
+        assert reported(watching) == []
+        watcher_of(gathers, "save")(lambda *args: None)(save, "a file")
+    assert reported(watching) == [("gathered-when-read", "read")]
+    for weight in weights:
+        assert first.group in gathers.due
+        gathers._note_received(weight.data)
+    assert first.group not in gathers.due

@@ -17,7 +17,7 @@ import ast
 import collections
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -179,9 +179,10 @@ def _older_ones_of(path: Path) -> Sequence[str]:
     return sorted(found) or OLDER
 
 
-def with_nightly(cases: list) -> list:
-    """Return cases as parameters of a test: five of six are left to the night."""
-    marks = [() if number % 6 == 0 else pytest.mark.nightly for number in range(len(cases))]
+def with_nightly(cases: list, in_ci: Collection[object] = ()) -> list:
+    """Return cases as parameters of a test: five of six are left to the night, or all but those named."""
+    taken = [case in in_ci if in_ci else number % 6 == 0 for number, case in enumerate(cases)]
+    marks = [() if is_taken else pytest.mark.nightly for is_taken in taken]
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
         for case, mark in zip(cases, marks, strict=True)
