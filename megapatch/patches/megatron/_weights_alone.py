@@ -60,8 +60,8 @@ def _copies(optimizer: Any, load_of: LoadOf) -> Iterator[tuple[Any, Any]]:
     copies = getattr(optimizer.optimizer, INNER, {})
     groups = (getattr(optimizer, name, ()) for name in (SHARDS[0], "model_fp32_groups"))
     parameters = chain.from_iterable(chain.from_iterable(groups))
-    if copies and any(load_of(parameter, optimizer) is not None for parameter in parameters):
-        yield from ((main.data, copy.data) for main, copy in copies.items() if copy is not main)
+    if any(load_of(parameter, optimizer) is not None for parameter in parameters):
+        yield from ((main.data, copy.data) for main, copy in copies.items())
 
 
 def _warn(stale: list[Loaded], followed: bool) -> None:

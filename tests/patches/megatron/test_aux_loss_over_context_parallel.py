@@ -5,8 +5,12 @@ Attention is left out: on CPU it takes whole sequences.
 
 import functools
 import importlib
+import inspect
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 from rigs.cells import cells_of
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.save import minor
@@ -41,8 +45,6 @@ def own_gradients(config, dtype, shared=None, **options):
 
 def same_on_all_ranks(model):
     """Two microbatches of one sample: sequences of one sample are chunks of the same order with all layouts."""
-    import torch
-
     random = torch.Generator().manual_seed(3)
     return [torch.randint(model.vocab, (1, model.seq + 1), generator=random) for _ in range(2)]
 
@@ -67,6 +69,7 @@ def job(rank, world_size):
         yield name, functools.partial(ratios, expected[name], config)
     yield "fp16", functools.partial(ratios, expected["aux_loss"], LOSSES["aux_loss"], "fp16")
     yield "scale", held_scale
+    yield "no scale", without_a_scale
     init_parallel()
     per_token = {name: own_gradients(config, "fp32", **PER_TOKEN) for name, config in LOSSES.items()}
     init_parallel(cp=2)
@@ -86,6 +89,19 @@ def held_scale():
     """The scale that the last schedule has left behind."""
     routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     return routers.MoEAuxLossAutoScaler.main_loss_backward_scale.item()
+
+
+def without_a_scale():
+    """Differentiate before any schedule has set the scale, as Megatron begins; return the gradient."""
+    routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    backward_step = importlib.import_module("megatron.core.pipeline_parallel.schedules").backward_step
+    config = SimpleNamespace(num_moe_experts=2, calculate_per_token_loss=minor() > 15, timers=None)
+    config.grad_scale_func, config.deallocate_pipeline_outputs = None, False
+    loss = torch.ones(1, requires_grad=True)
+    given = dict.fromkeys(inspect.signature(backward_step).parameters) | {"output_tensor": loss * 3}
+    with mock.patch.object(routers.MoEAuxLossAutoScaler, "main_loss_backward_scale", None):
+        backward_step(**given | {"config": config})
+    return loss.grad.item()
 
 
 unpatched = cells_of(job, 2, env=UNPATCHED)
@@ -113,6 +129,10 @@ def test_without_the_patch_two_ranks_halve_the_losses(unpatched, name):
 def test_losses_weigh_as_much_as_without_context_parallel(patched, name):
     for found in patched:
         assert_all(found[name], 1.0)
+
+
+def test_a_scale_that_nothing_has_set_stays_so(patched):
+    assert [found["no scale"] for found in patched] == [3.0, 3.0]
 
 
 def test_with_a_loss_scale(patched):

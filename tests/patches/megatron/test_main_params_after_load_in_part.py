@@ -4,7 +4,9 @@ Gathers end late: what nobody has waited for is written when somebody does, over
 """
 
 import itertools
+import logging
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +21,12 @@ from rigs.megatron.main_params import (
     trained,
     weights,
 )
-from rigs.megatron.options import UNPATCHED, assert_misuse, attempt
+from rigs.megatron.options import UNPATCHED, Log, assert_misuse, attempt
 
 from megapatch._mcore.main_param_pairs import pairs, stale_pairs
 from megapatch._verify.operations import Operations
+from megapatch.patches.megatron import _weights_alone
+from megapatch.patches.megatron._weights_alone import agree
 from megapatch.testing import init_parallel
 
 SHARDED = {"optimizer": "adam", "lr": 0.05, "use_distributed_optimizer": True}
@@ -105,6 +109,102 @@ def test_a_parameter_is_judged_by_those_that_all_of_its_ranks_hold(changed, stal
     triples = {kind: triple(kind) for kind in KINDS}
     found = [parameter for parameter, *_ in stale_pairs(list(triples.values()))]
     assert [kind for kind, (parameter, *_) in triples.items() if any(parameter is one for one in found)] == stale
+
+
+class Load(SimpleNamespace):
+    __hash__ = object.__hash__
+
+    def is_restore(self):
+        return self.restores
+
+
+RESTORE, LEND = Load(line="restores.py:1", restores=True), Load(line="lends.py:1", restores=False)
+
+
+def half(*values):
+    return torch.tensor(values, dtype=torch.bfloat16)
+
+
+class Optimizer(SimpleNamespace):
+    """As Float16OptimizerWithFloat16Params: parameters whose weights are 1, with main parameters of 2."""
+
+    def __init__(self, *loads, copies=0):
+        self.parameters = [half(1) for _ in loads]
+        self.mains = [torch.full((1,), 2.0) for _ in loads]
+        self.copies = [torch.full((1,), 3.0) for _ in range(copies)]
+        super().__init__(
+            float16_groups=[self.parameters],
+            fp32_from_float16_groups=[self.mains],
+            shard_float16_groups=[],
+            model_float16_groups=[self.parameters],
+            model_fp32_groups=[],
+            optimizer=SimpleNamespace(param_to_inner_param=dict(zip(self.mains, self.copies, strict=False))),
+        )
+        self.loads = {id(parameter): load for parameter, load in zip(self.parameters, loads, strict=True)}
+
+    def held(self):
+        return [each.item() for each in (*self.mains, *self.copies)]
+
+
+@pytest.mark.parametrize(
+    ("loads", "copies", "expected", "said"),
+    [
+        ((RESTORE,), 0, [1], ["restores"]),
+        ((RESTORE, None), 0, [1, 2], ["restores"]),
+        ((RESTORE, LEND), 0, [1, 2], ["restores", "lends"]),
+        ((LEND, None), 0, [2, 2], ["lends"]),
+        ((None, None), 2, [2, 2, 3, 3], []),
+        ((RESTORE, None), 2, [1, 2, 1, 2], ["restores"]),
+        ((LEND, None), 2, [2, 2, 3, 3], ["lends"]),
+    ],
+)
+def test_main_parameters_and_copies_follow_what_restores_and_nothing_else(loads, copies, expected, said, request):
+    optimizer, other = Optimizer(*loads, copies=copies), Optimizer(None, copies=1)
+    both, log = {**optimizer.loads, **other.loads}, Log()
+    request.addfinalizer(lambda: logging.getLogger("megapatch").removeHandler(log))
+    _weights_alone._said.clear()
+    for _ in range(2):
+        assert agree([optimizer, other], lambda parameter, optimizer: both[id(parameter)]) is True
+        assert (optimizer.held(), other.held()) == (expected, [2, 3])
+    assert [text.partition(".py:1")[0].rpartition(" ")[2] for text in log.texts] == said  # once a line
+
+
+def test_weights_that_a_framework_has_offloaded_are_not_compared():
+    optimizer = Optimizer(RESTORE)
+    optimizer.mains[0].untyped_storage().resize_(0)
+    assert agree([optimizer], lambda parameter, optimizer: RESTORE) is False
+
+
+class Quantized(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("data", "held", "expected"),
+    [
+        (half(1, 2), torch.tensor([5.0]), [5.0]),
+        (half(1, 2), torch.tensor([5.0], dtype=torch.float16), None),
+        (half(1, 2), torch.tensor([5], dtype=torch.int32), None),
+        (half(1, 2), None, None),
+        (half(1, 2).as_subclass(Quantized), torch.tensor([5.0]), "left out"),
+    ],
+    ids=["fp32", "fp16", "int32", "none yet", "quantized"],
+)
+def test_main_parameters_of_a_precision_aware_optimizer_are_those_in_fp32(data, held, expected):
+    parameter, shard = SimpleNamespace(data=data), half(2)
+    optimizer = SimpleNamespace(
+        model_float16_groups=[[parameter]],
+        shard_float16_groups=[[shard]],
+        shard_fp32_from_float16_groups=[[None]],
+        optimizer=SimpleNamespace(state={} if held is None else {shard: {"master_param": held}}),
+        _get_model_param_range_map=lambda parameter: {"param": SimpleNamespace(start=1, end=2)},
+    )
+    if expected == "left out":
+        assert list(pairs(optimizer)) == []
+        return
+    ((found, part, main),) = pairs(optimizer)
+    assert found is parameter and part.tolist() == [2.0]
+    assert main is None if expected is None else main.tolist() == expected
 
 
 @pytest.mark.parametrize("case", CASES)
