@@ -117,7 +117,7 @@ def in_a_default(below):
     return shout
 
 
-def in_a_default_of_a_position(below):
+def in_a_position(below):
     @functools.wraps(below)
     def shout(name, _greet=below):
         return _greet(name)
@@ -240,7 +240,7 @@ def test_a_wrapper_that_calls_ours_leaves_it_in_effect(wrap, target):
 
 
 @pytest.mark.parametrize(
-    "wrap", [in_a_closure, in_a_default, in_a_default_of_a_position], ids=lambda wrap: wrap.__name__
+    "wrap", [in_a_closure, in_a_default, in_a_position], ids=lambda wrap: wrap.__name__
 )
 def test_so_does_one_that_does_not_say_what_it_wraps(wrap, target):
     engine = activated(make_patch(target.__name__))
