@@ -182,6 +182,16 @@ def test_reloads_are_not_remembered_for_ever(modules):
     assert sizes[-1] == sizes[-10] > 2
 
 
+def test_holders_of_before_a_reload_are_given_back_too(modules):
+    target = importlib.import_module(name := modules.write(TARGET))
+    engine = activated(make_patch(name))
+    before = importlib.import_module(modules.write(f"from {name} import greet", stem="before"))
+    importlib.reload(target)
+    engine.apply()
+    engine.restore()
+    assert target.greet("you") == before.greet("you") == "hello you"
+
+
 def test_strict_raises_where_the_import_of_another_target_finds_what_needs_attention(modules, monkeypatch):
     """A module that was half-loaded in our own thread is considered with the next one, which fails then."""
     monkeypatch.setattr(strict, "_finder", strict._KeepsOut())
