@@ -192,7 +192,7 @@ def test_two_patches_share_what_both_have_rebuilt(modules, name):
     assert [record.status.value for record in engine.records] == ["applied", "applied"]
 
 
-@pytest.mark.parametrize("attribute", ["Worker.greet", "nothing", "a class", "actor", "the same kind of actor"])
+@pytest.mark.parametrize("attribute", ["Worker.greet", "actor", "the same kind of actor"])
 def test_what_someone_has_put_in_our_place_is_told(name, attribute):
     target = importlib.import_module(name)
     engine = activated(patch_for(name))
@@ -200,13 +200,21 @@ def test_what_someone_has_put_in_our_place_is_told(name, attribute):
         target.actor = object()
     elif attribute == "Worker.greet":
         target.Worker.greet = len
-    elif attribute == "nothing":
-        attribute = "Worker.greet"
-        del target.Worker.greet
-    elif attribute == "a class":
-        attribute, target.Worker = "Worker.greet", type("Worker", (target.Worker,), {"greet": len})
     else:
         attribute, target.actor = "actor", again(target.actor)
     assert status_of(engine) == "overwritten"
     with pytest.raises(RestoreError, match=attribute):
+        engine.restore()
+
+
+@pytest.mark.parametrize("by", ["nothing", "a class"])
+def test_what_replaces_an_added_function_alone_is_no_reload(name, by):
+    target, site = importlib.import_module(name), Site(name, needed, add={"Worker.greet": f"{__name__}:greet"})
+    engine = activated(Patch("test.greeting", "They greet.", "https://example.com/issues/4", sites=(site,)))
+    if by == "nothing":
+        del target.Worker.greet
+    else:
+        target.Worker = type("Worker", (target.Worker,), {"greet": len})
+    assert status_of(engine) == "overwritten"
+    with pytest.raises(RestoreError, match=r"Worker\.greet"):
         engine.restore()

@@ -6,13 +6,14 @@ import importlib
 import importlib.util
 import sys
 import types
+from datetime import timedelta
 
 import pytest
 from rigs.where import needs_megatron, needs_torch
 
 import megapatch
 from megapatch._mcore import devices
-from megapatch._reporting import agreement, facts
+from megapatch._reporting import agreement, facts, meetings
 from megapatch._reporting.facts import difference
 from megapatch._reporting.numbers import numbered
 from megapatch._versions import exact_version
@@ -333,3 +334,32 @@ def test_without_ranks_it_says_so():
 
     with pytest.raises(megapatch.MegapatchError, match=r"after torch\.distributed\.init_process_group"):
         megapatch.assert_consistent()
+
+
+class NobodyComes:
+    """A store in which one rank of two has come, and for whom the other comes after so many waits."""
+
+    def __init__(self, after):
+        self.come, self.after, self.waits = 0, after, []
+
+    def add(self, key, number):
+        self.come += number
+        return self.come
+
+    def compare_set(self, key, old, new):
+        self.come = int(new)
+
+    def wait(self, keys, patience):
+        self.waits.append(patience.total_seconds())
+        if len(self.waits) <= self.after:
+            raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("patience", "after", "waits", "late"),
+    [(20, 9, [20], []), (100, 9, [30, 70], [70]), (100, 1, [30, 70], [70]), (100, 0, [30], [])],
+)
+def test_that_others_are_late_is_said_once_and_only_where_there_is_time_left(patience, after, waits, late):
+    store, said = NobodyComes(after), []
+    met = meetings.meet(store, "here", 2, 1, timedelta(seconds=patience), lambda rest: said.append(rest.seconds))
+    assert (met, store.waits, said) == (len(waits) > after, waits, late)

@@ -142,6 +142,7 @@ def test_the_known_ones_are_not():
         ("-m doctor < python -m megapatch doctor", True),
         ("-m doctor < python -m train doctor", False),
         ("train.py doctor", False),
+        ("train.py doctor < python train.py doctor -m megapatch", False),
         ("megapatch audit doctor", False),
         ("megapatch", False),
     ],

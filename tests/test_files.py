@@ -82,3 +82,10 @@ def test_a_device_is_no_folder():
     with pytest.raises(OSError, match=os.devnull):
         files.write(files.path_of(files.Path(os.devnull), "rank", 0), {})
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+def test_ranks_of_one_attempt_need_not_begin_at_once():
+    ended = [{"rank": rank, "began": began, "seconds": 5.0} for rank, began in enumerate((1, 2, 6.5, 12))]
+    under_way = [{"rank": rank, "began": began} for rank, began in enumerate((1, 2, 1000))]
+    assert files.attempts(ended) == [ended[:3], ended[3:]]
+    assert files.attempts(under_way) == [under_way]

@@ -117,6 +117,14 @@ def in_a_default(below):
     return shout
 
 
+def in_a_position(below):
+    @functools.wraps(below)
+    def shout(name, _greet=below):
+        return _greet(name)
+
+    return shout
+
+
 class InstanceThatCalls(Instance):
     def __init__(self, below):
         super().__init__(below)
@@ -231,7 +239,7 @@ def test_a_wrapper_that_calls_ours_leaves_it_in_effect(wrap, target):
     assert make_report(engine.records).patches[0].sites[0].targets == (f"{target.__name__}:greet",)
 
 
-@pytest.mark.parametrize("wrap", [in_a_closure, in_a_default], ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("wrap", [in_a_closure, in_a_default, in_a_position], ids=lambda wrap: wrap.__name__)
 def test_so_does_one_that_does_not_say_what_it_wraps(wrap, target):
     engine = activated(make_patch(target.__name__))
     function = wrap(target.greet)

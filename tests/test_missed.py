@@ -77,17 +77,17 @@ def test_an_import_in_between_puts_megapatch_in_front_again(modules, in_front):
 
 
 def test_a_finder_that_imports_another_target_does_not_hide_it(modules, in_front):
-    name, other = modules.write(TARGET), modules.write(TARGET, stem="other")
+    name, other, seen = modules.write(TARGET), modules.write(TARGET, stem="other"), []
 
     class Importing(LoadsItself):
         def find_spec(self, name, path=None, target=None):
             if name in self.names:
-                importlib.import_module(other)
+                seen.append(importlib.import_module(other).greet("you"))
 
     activated(make_patch(name), make_patch(other, name="test.other"))
     sys.meta_path.insert(1, Importing(name))
     assert importlib.import_module(name).greet("you") == "hello you!"
-    assert sys.modules[other].greet("you") == "hello you!"
+    assert seen == ["hello you!"]
 
 
 def test_the_other_hook_still_loads_its_modules(modules, in_front):
@@ -180,6 +180,16 @@ def test_reloads_are_not_remembered_for_ever(modules):
         sizes.append(len(engine.records[0].earlier))
     assert target.greet("you") == "hello you!"
     assert sizes[-1] == sizes[-10] > 2
+
+
+def test_holders_of_before_a_reload_are_given_back_too(modules):
+    target = importlib.import_module(name := modules.write(TARGET))
+    engine = activated(make_patch(name))
+    before = importlib.import_module(modules.write(f"from {name} import greet", stem="before"))
+    importlib.reload(target)
+    engine.apply()
+    engine.restore()
+    assert target.greet("you") == before.greet("you") == "hello you"
 
 
 def test_strict_raises_where_the_import_of_another_target_finds_what_needs_attention(modules, monkeypatch):

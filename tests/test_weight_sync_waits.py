@@ -16,7 +16,7 @@ import pytest
 from rigs.weight_sync import Failure, World, bracket
 
 from megapatch import MegapatchError, MisuseError
-from megapatch._pausing.waiting import finished
+from megapatch._pausing.waiting import finished, result_of
 
 
 class Engines:
@@ -259,3 +259,12 @@ def test_areals_resume_that_was_cancelled_does_not_hide_the_failure(caplog):
     with pytest.raises(Failure):
         resume_after_failure(Engine.update_weights)(Engine())
     assert "generation could not be resumed" in caplog.text
+
+
+async def test_what_is_in_data_is_not_waited_for():
+    async def claimed():
+        return (number for number in (1, 2))
+
+    assert list(await result_of(claimed(), "claim()", data=True)) == [1, 2]
+    with pytest.raises(MisuseError, match="nothing may have run"):
+        await result_of(claimed(), "sync()")
