@@ -99,6 +99,12 @@ def too_old(distribution: str, version: str) -> bool:
     return bool(release) and release < _release(TESTED[distribution][0])
 
 
+def is_before(release: str, distribution: str, package: str) -> bool:
+    """Return whether a distribution, found by its package, is older than a release; False if nobody knows."""
+    found = _release(version_of(distribution, PACKAGES.get(distribution) or package) or "")
+    return bool(found) and found < _release(release)
+
+
 def _compared(distribution: str, version: str) -> str:
     first, last = TESTED[distribution]
     if too_old(distribution, version):

@@ -22,7 +22,7 @@ class AddedTarget(ReplacedTarget):
 
     __slots__ = ()
 
-    def _find(self, module: ModuleType) -> tuple[Any, str, Any]:
+    def find(self, module: ModuleType) -> tuple[Any, str, Any]:
         parent_path, _, attribute = self.target.partition(":")[2].rpartition(".")
         module, parent_path = below(module, parent_path)
         parent = wrapt.resolve_path(module, parent_path)[2] if parent_path else module
@@ -37,8 +37,3 @@ class AddedTarget(ReplacedTarget):
         function = self._check_plain(make(self.original))
         setattr(function, MARK, patch_name)
         return function
-
-    @property
-    def was_reloaded(self) -> bool:
-        parent, attribute, _ = self._find(self.module)
-        return parent is not self.parent and attribute not in vars(parent)

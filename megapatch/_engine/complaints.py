@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable
 
+from .._version import see
 from ..patches._catalogue import RETIRED
+from .edges import is_the_command
 from .settings import (
     AUDIT,
     DISABLE,
@@ -21,10 +24,18 @@ from .settings import (
     others_in,
 )
 
+log = logging.getLogger("megapatch")
+
 _MOST_NAMES = 9
 """Names that a sentence lists one by one."""
 WORDS = (*OFF, *ON, RAISE, SAME_NUMBERS)
 """What a variable may hold besides numbers, and names of patches and rules."""
+
+
+def warn_of_a_setting(problem: str) -> None:
+    """Log what is wrong with the environment; `megapatch doctor` says it at its end."""
+    if not is_the_command("doctor"):
+        log.warning("%s" + see("settings"), problem)
 
 
 def unknown_name(name: str, known: Iterable[str], kind: str = "patch", kinds: str = "patches") -> str:

@@ -13,7 +13,6 @@ from .._version import see
 
 log = logging.getLogger("megapatch")
 
-
 APPLIED = "megapatch applied %s"
 """The one message of a run in which all is well."""
 
@@ -32,12 +31,6 @@ def is_the_command(*words: str) -> bool:
     name, *others = getattr(sys, "argv", None) or [""]
     by_module = name == "-m" and ("-m", "megapatch") in itertools.pairwise(sys.orig_argv)
     return (by_module or os.path.basename(name) == "megapatch") and others[: len(words)] == [*words]
-
-
-def warn_of_a_setting(problem: str) -> None:
-    """Log what is wrong with the environment; `megapatch doctor` says it at its end."""
-    if not is_the_command("doctor"):
-        log.warning("%s" + see("settings"), problem)
 
 
 def say(text: str) -> None:

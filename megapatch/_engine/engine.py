@@ -19,7 +19,7 @@ from .._version import see
 from ..patch import Patch, PatchInfo, Status
 from ..patches import _catalogue
 from . import entry_points, watch
-from .edges import APPLIED, broken_modules_are_logged, clean_record, warn_of_a_setting
+from .edges import APPLIED, broken_modules_are_logged, clean_record
 from .first_sign import FirstSign
 from .record import Off, Record, Unloaded
 from .roster import Roster
@@ -280,7 +280,7 @@ class Engine:
     def _warn_of_settings(self) -> None:
         if not self.settings.may_be_wrong:
             return
-        from .complaints import unknown_variables  # few environments have any
+        from .complaints import unknown_variables, warn_of_a_setting  # few environments have any
 
         for complaint in (*unknown_variables(self.settings.others), *self.roster.complaints()):
             problem = complaint.partition(";")[0]  # the names that it suggests change as patches are loaded

@@ -1,9 +1,4 @@
-"""Changes a site's targets all or none, and undoes it.
-
-install     all targets of a site, or none
-rollback    after a fault: reverts as many as it can, and raises at the end
-uninstall   all targets of a site, or none
-"""
+"""Changes a site's targets, all or none. After a fault a rollback reverts as many as it can, and raises."""
 
 from __future__ import annotations
 
@@ -65,27 +60,6 @@ def rollback(targets: Iterable[ReplacedTarget]) -> None:
 def _revert_holders(target: ReplacedTarget, replacement: Any, places: Iterable[holders.Holder]) -> None:
     for holder in places:
         holder.swap(replacement, target.after_revert)
-
-
-def uninstall(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders.Holder]]) -> None:
-    """Put the identical originals back at the targets (see `check_current`) and where the replacements were
-    imported by name since, as `holders.find` found them for a whole batch; all or none.
-
-    Those go to `found` as holders of the object that they now have: it may be another patch's replacement.
-    """
-    replaced = [(target, target.replacement) for target in targets]
-    with contextlib.ExitStack() as on_error:
-        for target, replacement in replaced:
-            if target.is_ours:
-                on_error.callback(target.put_back, replacement)
-                target.revert()
-        for target, replacement in replaced:
-            if target.after_revert is not None:  # of an added function nothing is left
-                for holder in found.get(id(replacement), ()):
-                    on_error.callback(holder.swap, target.after_revert, replacement)
-                    if holder.swap(replacement, target.after_revert):
-                        found.setdefault(id(target.after_revert), []).append(holder)
-        on_error.pop_all()
 
 
 def rebind(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders.Holder]]) -> None:

@@ -25,7 +25,7 @@ class RebuiltTarget(ReplacedTarget):
 
     def __init__(self, target: str, make: Callable[[Any], Any]) -> None:
         self.module, self.target = sys.modules[target.partition(":")[0]], target
-        self.parent, self.attribute, self.original = self._find(self.module)
+        self.parent, self.attribute, self.original = self.find(self.module)
         self.inherited, self.holders, self._make = False, (), make
         self._was_alone = False
         shared = _shared_builds.get(target)
@@ -47,10 +47,6 @@ class RebuiltTarget(ReplacedTarget):
         shared = self._shared
         earlier, in_use = _reachable(shared.original, self.original), _reachable(shared.latest)
         return (self, shared, *(part for key, part in earlier.items() if key not in in_use))
-
-    @property
-    def was_reloaded(self) -> bool:
-        return False  # functions show a reload; an object does not show its maker
 
     @property
     def is_ours(self) -> bool:

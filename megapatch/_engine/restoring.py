@@ -9,8 +9,9 @@ import contextlib
 from collections.abc import Collection, Iterable
 
 from ..errors import MegapatchError, RestoreError
+from .afterwards import name_of, uninstall
 from .holders import Holder
-from .install import find_holders, uninstall
+from .install import find_holders
 from .record import Record
 from .roster import Roster
 from .settings import stands_for
@@ -97,7 +98,7 @@ def check_current(targets: Iterable[ReplacedTarget], going: Iterable[ReplacedTar
         while top is not target.replacement:
             if id(top) not in original_of:
                 raise RestoreError(
-                    f"{target.target} cannot be restored: {target.name_of(top)} was installed over megapatch's "
+                    f"{target.target} cannot be restored: {name_of(target, top)} was installed over megapatch's "
                     "replacement; undo that first"
                 )
             top = original_of[id(top)]

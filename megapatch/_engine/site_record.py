@@ -12,7 +12,7 @@ from types import ModuleType
 
 from ..patch import Patch, PatchInfo, Site, Status, Verdict
 from .holders import Holder
-from .install import find_holders, install, rebind, rollback, uninstall
+from .install import find_holders, install, rebind, rollback
 from .record import NOT_IMPORTED, Record
 from .target import ReplacedTarget
 
@@ -163,6 +163,8 @@ class SiteRecord(Record):
         return tuple(target for target in self.installed if target.is_ours)
 
     def uninstall_earlier(self) -> None:
+        from .afterwards import uninstall
+
         found = find_holders([(target, target.replacement) for target in self.earlier])
         uninstall(self.earlier, found)  # still known afterwards: others who patched on top may put one back
 
@@ -199,11 +201,11 @@ class SiteRecord(Record):
         """Return whether the module was loaded again, so that nothing of ours is in it."""
         if sys.modules.get(self.site.module) not in (None, self.installed[0].module):
             return True
-        gone = self._gone()
-        functions = [target for target in gone if target.is_function]
-        # A reload keeps none of the module's own functions.
-        kept = [target for target in self.installed if target not in gone and target.is_code_of_module]
-        return bool(functions) and not kept and all(target.was_reloaded for target in functions)
+        if not (gone := self._gone()):
+            return False
+        from .afterwards import were_reloaded
+
+        return were_reloaded(self.installed, gone)
 
     def _forget_reloaded(self) -> None:
         self.earlier = self.earlier[-_RELOADS_KNOWN * len(self.installed) :] + self.installed
@@ -211,7 +213,9 @@ class SiteRecord(Record):
 
     def _note_overwritten(self) -> None:
         if gone := self._gone():
-            others = "; ".join(f"{target.target} is now {target.name_of(target.current)}" for target in gone)
+            from .afterwards import name_of
+
+            others = "; ".join(f"{target.target} is now {name_of(target, target.current)}" for target in gone)
             self.set(Status.OVERWRITTEN, f"replaced after megapatch: {others}")
         elif self.status is Status.OVERWRITTEN:
             self.set(Status.APPLIED, "in place again")

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import StrictError
 from ..patch import Status
 from .record import Record
-from .wording import not_in_place
+from .settings import DISABLE, STRICT
 
 
 class _KeepsOut:
@@ -41,9 +41,18 @@ def raise_for(records: Iterable[Record]) -> None:
     for record in bad:
         if record.status not in (Status.OVERWRITTEN, Status.MISSED):  # that module has long been in use
             for name in record.modules:
-                _keep_out(name, not_in_place([record]))
+                _keep_out(name, _not_in_place([record]))
     if bad:
-        raise StrictError(not_in_place(bad))
+        raise StrictError(_not_in_place(bad))
+
+
+def _not_in_place(records: Iterable[Record]) -> str:
+    """Say which patches are not in place, why, and how to do without them."""
+    return "; ".join(
+        f"{record.name} is {record.status.value} at {record.where}: {record.reason} "
+        f"({STRICT} makes this an error; {DISABLE}={record.name} does without the patch)"
+        for record in records
+    )
 
 
 def _keep_out(name: str, error: str) -> None:

@@ -1,4 +1,4 @@
-"""One target of a site: found in the loaded module, installed, reverted, and recognised after a reload.
+"""One target of a site: found in the loaded module, installed, reverted.
 
 The replacement is an ordinary function, never a wrapt proxy: torch.compile silently drops a proxy's body,
 and a proxy cannot be pickled or deep-copied.
@@ -16,7 +16,7 @@ from typing import Any
 import wrapt
 
 from .._python.dotted import below
-from .._python.layers import HOLDER, MARK, attribute_of, innermost, layers_of
+from .._python.layers import MARK, layers_of
 from .holders import Holder
 
 
@@ -48,14 +48,14 @@ class ReplacedTarget:
 
     def __init__(self, patch_name: str, module: ModuleType, path: str, make: Callable[..., Any]) -> None:
         self.module, self.target = module, f"{module.__name__}:{path}"
-        self.parent, self.attribute = self._find(self.module)[:2]
+        self.parent, self.attribute = self.find(self.module)[:2]
         self._was_alone = _is_alone(self.parent, self.attribute)
-        self.original = self._find(self.module)[2]
+        self.original = self.find(self.module)[2]
         self.inherited = self.attribute not in vars(self.parent)
         self.holders: tuple[Holder, ...] = ()
         self.replacement = self._make_replacement(patch_name, make)
 
-    def _find(self, module: ModuleType) -> tuple[Any, str, Any]:
+    def find(self, module: ModuleType) -> tuple[Any, str, Any]:
         """Return parent, attribute and current value of the target in this module."""
         found: tuple[Any, str, Any] = wrapt.resolve_path(*below(module, self.target.partition(":")[2]))
         return found
@@ -87,7 +87,7 @@ class ReplacedTarget:
     def at(self, module: ModuleType) -> Any:
         """Return the object at the target's path in this module, or another one of its name; None for nothing."""
         try:
-            return self._find(module)[2]
+            return self.find(module)[2]
         except AttributeError:
             return None
 
@@ -118,46 +118,12 @@ class ReplacedTarget:
 
         if not any(layer is self.replacement for layer in layers_of(current)):
             return holds(current, self.replacement)
-        return reaches(current, self.replacement, self._find(self.module)[0])
+        return reaches(current, self.replacement, self.find(self.module)[0])
 
     @property
     def is_ours(self) -> bool:
         """Whether our replacement is still where `install` put it, even in a class that a reload has replaced."""
         return vars(self.parent).get(self.attribute) is self.replacement
-
-    @property
-    def was_reloaded(self) -> bool:
-        """Whether the module's own code has come to the target again, as after `importlib.reload`.
-
-        Decorators are looked through. Code that others have wrapped, with or without us, is not new. A method is
-        new if its class is, whatever decorators make of it there.
-        """
-        if self.current is None:
-            return False
-        parent, attribute, _ = self._find(self.module)
-        if isinstance(parent, type) and parent is not self.parent:
-            return (parent.__module__, parent.__qualname__) == (self.parent.__module__, self.parent.__qualname__)
-        if self.inherited and attribute not in vars(parent):
-            return False
-        code, old = innermost(self.current), innermost(self.original)
-        return code is not old and attribute_of(code, "__globals__") is vars(self.module)
-
-    @property
-    def is_code_of_module(self) -> bool:
-        """Whether the original is code of the module, rather than imported into it."""
-        return attribute_of(innermost(self.original), "__globals__") is vars(self.module)
-
-    def name_of(self, other: Any) -> str:
-        """Name a function that was found at the target: by its patch, if that is another one of megapatch's."""
-        if other is None:
-            return "nothing"
-        if holder := attribute_of(other, HOLDER):
-            return str(holder)
-        patch = attribute_of(other, MARK)  # functools.wraps copies ours to whatever wraps us
-        if patch not in (None, getattr(self.replacement, MARK, None)):
-            return f"the patch {patch}"
-        name = attribute_of(other, "__qualname__") or f"an object of {type(other).__qualname__}"
-        return f"{attribute_of(other, '__module__', '?')}.{name}"
 
     @property
     def after_revert(self) -> Any:

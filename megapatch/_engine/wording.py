@@ -1,12 +1,9 @@
-"""Sentences about several sites at once: the one INFO message, and strict mode's error."""
+"""The one INFO message, about several sites at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
-
-from .record import Record
-from .settings import DISABLE, STRICT
 
 if TYPE_CHECKING:
     from .site_record import SiteRecord
@@ -34,12 +31,3 @@ def what_was_applied(records: Iterable[SiteRecord]) -> str:
     patches = f"{len(changing)} patch{'es' * (len(changing) > 1)}"
     where = f"{len(by_module)} module{'s' * (len(by_module) > 1)}"
     return "\n  ".join([f"{patches} to {where}{changes}:", *applied])
-
-
-def not_in_place(records: Iterable[Record]) -> str:
-    """Say which patches are not in place, why, and how to do without them."""
-    return "; ".join(
-        f"{record.name} is {record.status.value} at {record.where}: {record.reason} "
-        f"({STRICT} makes this an error; {DISABLE}={record.name} does without the patch)"
-        for record in records
-    )

@@ -111,23 +111,18 @@ def settle_grad_reduces(ddp: Any) -> None:
             group.grad_reduce_handle = None
 
 
-def forget_interrupted_first_step(ddp: Any) -> None:
-    """Drop the gradient-ready counts of a first step that was interrupted (Megatron 0.16 and later).
+def forget_first_step(ddp: Any, if_partly_seen: bool = False) -> None:
+    """Drop the gradient-ready counts of a first step, so that bucket groups learn again (Megatron 0.16 and later).
 
-    Megatron learns from its first step how often each gradient becomes ready; a step that was cut short would
-    teach it the wrong number, or trip its assertion that every parameter was seen.
+    Megatron learns from its first step how often each gradient becomes ready. One that was cut short would teach
+    it the wrong number, or trip its assertion that every parameter was seen; without assertions, it would learn to
+    reduce without the others.
+
+    Args:
+        if_partly_seen: only of groups that have not seen all their parameters.
     """
     for group in bucket_groups(ddp):
-        if getattr(group, "is_first_batch", False):
-            group.per_param_grad_ready_counts = {}
-
-
-def forget_partly_seen_first_step(ddp: Any) -> None:
-    """Let bucket groups learn again that have seen only some of their parameters in their first step.
-
-    Megatron (0.16 and later) asserts that all were seen; under python -O it would learn to reduce without the
-    others.
-    """
-    for group in bucket_groups(ddp):
-        if getattr(group, "is_first_batch", False) and len(group.per_param_grad_ready_counts) < len(group.params):
+        if not getattr(group, "is_first_batch", False):
+            continue
+        if not if_partly_seen or len(group.per_param_grad_ready_counts) < len(group.params):
             group.per_param_grad_ready_counts = {}

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .._engine.edges import warn_of_a_setting
 from .._engine.settings import ACCEPT, EVERY, names_in
 from .._version import see
 from ..errors import MisuseError
@@ -50,6 +49,8 @@ def settings_for(every: int | None, raises: bool) -> Settings:
     elif every < 1:
         raise MisuseError(f"every={every}: {_EXPECTED}")
     for complaint in bad_values(os.environ):
+        from .._engine.complaints import warn_of_a_setting  # few environments have any
+
         warn_of_a_setting(complaint)
     accepted = names_in(os.environ, ACCEPT)
     if at_risk := [name for name in accepted if name in RULES and not RULES[name].is_note]:

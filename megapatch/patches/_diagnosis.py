@@ -125,17 +125,10 @@ def before_release(distribution: str, release: str) -> Lacking:
 
 
 def _came_with(distribution: str, release: str, module: ModuleType) -> str:
-    from packaging.version import InvalidVersion, Version
-
-    from .._versions import PACKAGES, version_of
+    from .._versions import is_before  # only where a name is gone
 
     # megatron is a namespace package of several distributions.
-    package = PACKAGES.get(distribution) or module.__name__.partition(".")[0]
-    found = version_of(distribution, package) or ""
-    try:
-        older = Version(Version(found.partition(" ")[0]).base_version) < Version(release)
-    except InvalidVersion:
-        return ""
+    older = is_before(release, distribution, module.__name__.partition(".")[0])
     return f"it came with {distribution} {release}" if older else ""
 
 

@@ -19,8 +19,7 @@ from typing import Any
 from .._mcore.bucket_groups import (
     begin_lines,
     bucket_groups,
-    forget_interrupted_first_step,
-    forget_partly_seen_first_step,
+    forget_first_step,
     settle_grad_reduces,
 )
 from .._mcore.logged_losses import OwnLosses
@@ -91,7 +90,7 @@ class MegatronStep:
     def take_up(self) -> None:
         """Have bucket groups forget the reduce of the step in between; zero_grad_buffer() would zero gradients."""
         for chunk in self.chunks:
-            forget_partly_seen_first_step(chunk)
+            forget_first_step(chunk, if_partly_seen=True)
             begin_lines(chunk)
             for group in bucket_groups(chunk):
                 group.reset()
@@ -250,7 +249,7 @@ class MegatronStep:
             torch.cuda.synchronize()
         for chunk in self.chunks:
             settle_grad_reduces(chunk)
-            forget_interrupted_first_step(chunk)
+            forget_first_step(chunk)
             if not _is_freed(chunk):
                 chunk.zero_grad_buffer()
             forget_counts(chunk)

@@ -96,7 +96,7 @@ def config_hooks_restored(config: Any, model: Sequence[Any]) -> Iterator[None]:
         for name, value in hooks.items():
             setattr(config, name, value)
         for chunk in ddp_chunks(model):
-            bucket_groups.forget_interrupted_first_step(chunk)
+            bucket_groups.forget_first_step(chunk)
             bucket_groups.gather_in_next_forward(chunk)
         raise
 

@@ -10,7 +10,10 @@ from .._diagnosis import StandIn, real_imports_but, torch_stand_in, with_globals
 
 PACKAGE = "megatron.core.pipeline_parallel"
 MODULE = f"{PACKAGE}.schedules"
+PARALLEL = "megatron.core.parallel_state"
 ROUTER = "megatron.core.transformer.moe.router"
+ROUTERS = "megatron.core.transformer.moe.moe_utils"
+SCALE = "main_loss_backward_scale"
 
 
 class OneMicrobatch(NamedTuple):

@@ -22,23 +22,16 @@ Cost      nothing without MoE or these layouts; else a multiplication of one ele
 
 from __future__ import annotations
 
-import functools
-import inspect
-import math
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import expect_none, most_urgent, resolve, running, unmet
-from ._schedules import MODULE, PACKAGE, ROUTER, one_microbatch, weight_per_token
+from ._schedules import MODULE, PACKAGE, PARALLEL, ROUTER, ROUTERS, SCALE, one_microbatch, weight_per_token
 
-ROUTERS = "megatron.core.transformer.moe.moe_utils"
-PARALLEL = "megatron.core.parallel_state"
 SIZES = ("get_context_parallel_world_size", "get_tensor_model_parallel_world_size")
-SCALE = "main_loss_backward_scale"
 
 
 def diagnose(package: ModuleType) -> Verdict:
@@ -80,27 +73,14 @@ def diagnose_tokens(package: ModuleType) -> Verdict:
 
 
 def scale_by_ranks(backward_step: Callable[..., Any]) -> Callable[..., Any]:
-    routers, parallel, package = sys.modules[ROUTERS], sys.modules[PARALLEL], sys.modules[PACKAGE]
-    place = list(inspect.signature(backward_step).parameters).index("config")
+    from . import _losses_of_older_schedules  # few have these releases
+
+    package = sys.modules[PACKAGE]
     sizes = {
         False: SIZES[:1] if diagnose_microbatches(package).kind is NEEDED else (),
         True: SIZES if diagnose_tokens(package).kind is NEEDED else (),
     }
-
-    @functools.wraps(backward_step)
-    def patched_backward_step(*args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("config", args[place] if len(args) > place else None)
-        scale = routers.MoEAuxLossAutoScaler.main_loss_backward_scale
-        if not isinstance(getattr(config, "num_moe_experts", None), int) or scale is None:
-            return backward_step(*args, **kwargs)
-        per_token = bool(getattr(config, "calculate_per_token_loss", False))
-        size = math.prod(getattr(parallel, name)() for name in sizes[per_token])
-        if size == 1:
-            return backward_step(*args, **kwargs)
-        with temporarily_set(routers.MoEAuxLossAutoScaler, **{SCALE: scale * size}):
-            return backward_step(*args, **kwargs)
-
-    return patched_backward_step
+    return _losses_of_older_schedules.scale_by_ranks(backward_step, sizes)
 
 
 PATCH = Patch(

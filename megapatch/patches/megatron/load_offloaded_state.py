@@ -218,16 +218,11 @@ def _counts_for_each(inner: Any) -> bool:
 def _give_each_its_step(inner: Any) -> None:
     """Clone a step tensor that several parameters share: the optimizer counts up in place."""
     seen: set[int] = set()
-    for state in _with_step(inner):
-        if id(state["step"]) in seen:
-            state["step"] = state["step"].clone()
-        seen.add(id(state["step"]))
-
-
-def _with_step(inner: Any) -> list[dict[str, Any]]:
-    """Return the states whose step is a tensor."""
-    states = getattr(inner, "state", {}).values()
-    return [state for state in states if isinstance(state, dict) and hasattr(state.get("step"), "clone")]
+    for state in getattr(inner, "state", {}).values():
+        if isinstance(state, dict) and hasattr(state.get("step"), "clone"):
+            if id(state["step"]) in seen:
+                state["step"] = state["step"].clone()
+            seen.add(id(state["step"]))
 
 
 PATCH = Patch(

@@ -93,7 +93,7 @@ def keep_rates(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     def patched_load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         children = list(children_of(self))
         if any(map(OVERRIDES.get, children)):
-            from ._overridden_rates import with_rates_of_each  # few schedulers override
+            from ._rates_of_groups import with_rates_of_each  # few schedulers override
 
             state_dict = with_rates_of_each(children, state_dict)
         return load_state_dict(self, state_dict, *args, **kwargs)

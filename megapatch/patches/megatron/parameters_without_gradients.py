@@ -45,7 +45,7 @@ from ..._mcore.bucket_groups import (
     GROUP,
     LINES,
     begin_lines,
-    forget_partly_seen_first_step,
+    forget_first_step,
     lines_of,
     settle_grad_reduces,
 )
@@ -227,7 +227,7 @@ def begin_in_line(zero_grad_buffer: Callable[..., Any]) -> Callable[..., Any]:
             settle_grad_reduces(self)
             _line_up(self)
             begin_lines(self)
-            forget_partly_seen_first_step(self)
+            forget_first_step(self, if_partly_seen=True)
         return zero_grad_buffer(self, *args, **kwargs)
 
     return patched_zero_grad_buffer

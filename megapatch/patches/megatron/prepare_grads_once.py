@@ -24,6 +24,7 @@ Cost      about 0.2 us in each of these calls, a few a step; nothing in a forwar
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -119,7 +120,7 @@ def _unscale_counts(optimizer: ModuleType) -> dict[str, int]:
     mixed, chained = optimizer.MixedPrecisionOptimizer, optimizer.ChainedOptimizer
     counts = {}
     for owner, method in ((mixed, "prepare_grads"), (mixed, "step"), (chained, "step")):
-        unscale = _Overflow()
+        unscale = itertools.count(1).__next__  # each is an overflow, after which step() has nothing more to do
         single = StandIn(
             config=StandIn(timers=None),
             grad_scaler=SimpleNamespace(update=lambda found_inf: None),
@@ -131,21 +132,11 @@ def _unscale_counts(optimizer: ModuleType) -> dict[str, int]:
         chain.prepare_grads = functools.partial(unpatched(chained.prepare_grads), chain)
         single.prepare_grads()
         unpatched(getattr(owner, method))(chain if owner is chained else single)
-        counts[f"{owner.__name__}.{method}"] = unscale.times
+        counts[f"{owner.__name__}.{method}"] = unscale() - 1
         # Each refers to itself through its method: until the next garbage collection that would hold the original,
         # and have the engine search for its holders.
         del single.prepare_grads, chain.prepare_grads
     return counts
-
-
-class _Overflow:
-    """Report an overflow, after which step() has nothing more to do, and count the calls."""
-
-    times = 0
-
-    def __call__(self) -> bool:
-        self.times += 1
-        return True
 
 
 PATCH = Patch(

@@ -17,14 +17,11 @@ Cost      a small kernel for each microbatch, without synchronization.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._mcore.known import CONFIG, is_a
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import expect_none, resolve, running, unmet
 from ._schedules import MODULE, PACKAGE, one_microbatch
@@ -55,32 +52,9 @@ def _not_passed_on(schedules: ModuleType) -> list[str]:
 
 
 def count_one_token_at_least(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    place = list(inspect.signature(forward_step).parameters).index("config") - 1
+    from . import _losses_of_older_schedules  # few have these releases
 
-    @functools.wraps(forward_step)
-    def patched_forward_step(forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        config: Any = kwargs.get("config", args[place] if len(args) > place else None)
-        divides = is_a(config, CONFIG) and not config.calculate_per_token_loss
-        function = _with_tokens(forward_step_func) if divides else forward_step_func
-        return forward_step(function, *args, **kwargs)
-
-    return patched_forward_step
-
-
-def _with_tokens(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-    def forward_step_with_tokens(*args: Any, **kwargs: Any) -> Any:
-        output, loss_function = forward_step_func(*args, **kwargs)
-
-        def loss_with_tokens(*args: Any, **kwargs: Any) -> Any:
-            found = loss_function(*args, **kwargs)
-            if kwargs.get("non_loss_data") or len(found) != 3:
-                return found
-            loss, num_tokens, metrics = found
-            return loss, num_tokens.clamp(min=1) if hasattr(num_tokens, "clamp") else max(num_tokens, 1), metrics
-
-        return output, loss_with_tokens
-
-    return forward_step_with_tokens
+    return _losses_of_older_schedules.count_one_token_at_least(forward_step)
 
 
 PATCH = Patch(

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._mcore.bucket_groups import chunks_of, forget_interrupted_first_step, settle_grad_reduces
+from ..._mcore.bucket_groups import chunks_of, forget_first_step, settle_grad_reduces
 from ..._mcore.known import arguments_of, is_model
 from ..._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
 from ..._mcore.step_state import StepState
@@ -83,7 +83,7 @@ def with_a_clean_end(megatron_forward_backward: Callable[..., Any]) -> Callable[
         except BaseException:
             for chunk in chunks:
                 settle_grad_reduces(chunk)
-                forget_interrupted_first_step(chunk)
+                forget_first_step(chunk)
             if state is not None:
                 state.put_back()
             if (machine := machine_of_this_process()) is not None:

@@ -10,8 +10,8 @@ from rigs.megatron.options import UNPATCHED, attempt, linear_schedule
 from rigs.megatron.save import minor
 from rigs.megatron.shapes import set_two_rates
 
-from megapatch.patches.megatron._overridden_rates import _with_rates_of_groups, with_rates_of_each
 from megapatch.patches.megatron._param_groups import GROUPS
+from megapatch.patches.megatron._rates_of_groups import _with_rates_of_groups, with_rates_of_each
 from megapatch.patches.megatron.override_after_load import _group
 from megapatch.testing import init_parallel, tiny_gpt
 

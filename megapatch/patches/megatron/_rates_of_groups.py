@@ -1,14 +1,21 @@
-"""An optimizer's state with the learning rates of its scheduler, which overrides the checkpoint's."""
+"""Learning rates in an optimizer's state: those of a scheduler that overrides, and by which groups differ."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
+from ..._version import see
 from ._param_groups import GROUPS, TOLD_APART_BY, identity, parts_with_groups
 
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """Settings that a group may have in place of its scheduler's."""
+MORE = ("default_config", "max_lr", "min_lr")
+"""Settings by which groups differ, too: whether a group has the rates of most, and its rates."""
+
+
+# ------------------------------------------------------------------------ a scheduler that overrides
 
 
 def with_rates_of_each(children: list[Any], state: Any) -> Any:
@@ -55,3 +62,38 @@ def _alone(groups: Iterable[dict[str, Any]]) -> dict[Any, Any]:
         key = identity(group, TOLD_APART_BY)
         found[key] = None if key in found else group
     return found
+
+
+# ------------------------------------------------------------------------ groups that differ in rates
+def keys_with_rates(keys: tuple[str, ...], own: Any, state: Any) -> tuple[str, ...]:
+    """Return the fewest settings, these and more, that tell saved groups apart and find each of the run's."""
+    saved = _saved(state)
+    more = tuple(name for name in MORE if all(name in group for group in (*own, *saved)))
+    kinds = len(_identities(saved, keys + more))
+    if kinds == len(_identities(saved, keys)):
+        return keys
+    for several in (keys + more[:1], keys + more):
+        identities = _identities(saved, several)
+        if len(identities) == kinds and _identities(own, several) <= identities:
+            return several
+    logging.getLogger("megapatch").warning(
+        "megatron.rates-of-each-group: groups of this checkpoint differ in nothing but their learning rates, and "
+        "the run's groups have other ones: expected the same, to find which group is which; found %s and %s. Set "
+        "max_lr and min_lr of optimizer.param_groups after the load" + see("rates"),
+        *(sorted({group["max_lr"] for group in groups}) for groups in (saved, own)),
+    )
+    return keys
+
+
+def _saved(state: Any) -> Any:
+    """Return the groups in an optimizer's state: FP32Optimizer has them in no part of it."""
+    if not isinstance(state, dict):
+        return ()
+    if GROUPS in state:
+        return state[GROUPS]
+    return next((state[key][GROUPS] for key in parts_with_groups(state)), ())
+
+
+def _identities(groups: Iterable[dict[str, Any]], names: tuple[str, ...]) -> set[tuple[Any, ...]]:
+    """Return what these settings tell apart."""
+    return {identity(group, names) for group in groups}
