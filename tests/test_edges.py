@@ -14,7 +14,7 @@ from rigs.command import run
 from rigs.engine import TARGET, make_engine, make_patch, needed, status_of
 
 import megapatch
-from megapatch._engine import edges
+from megapatch._engine import complaints
 
 PACKAGE = Path(megapatch.__file__).parent
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends itself signals")
@@ -151,7 +151,7 @@ def test_doctor_says_itself_what_is_wrong_with_a_variable(monkeypatch, caplog, l
     at_first, _, began_with = line.partition(" < ")
     monkeypatch.setattr(sys, "argv", at_first.split())
     monkeypatch.setattr(sys, "orig_argv", (began_with or f"python {line}").split())
-    edges.warn_of_a_setting("it is misspelt")
+    complaints.warn_of_a_setting("it is misspelt")
     assert bool(caplog.text) != is_doctor
 
 
