@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
-from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, assert_verdicts, each_source
+from rigs.diagnosed_sources import NOTHING, assert_verdicts, each_source
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED, needs_training
 
@@ -67,8 +67,4 @@ SOURCES = {
         "there is nothing": (NOTHING, "unknown", "setup"),
     }
 }
-
-
-@each_source(SOURCES)
-def test_verdicts_on_setup(source_case, modules):
-    assert_verdict_of_source(source_case, modules)
+test_verdicts_on_setup = each_source(SOURCES)
