@@ -158,12 +158,12 @@ def the_expert_bias_moves_every_second_step(run):
 
 
 # ------------------------------------------------------------------------------------ gradients reduced by hand
-def _reduced_by_hand(run, reduce, zero=lambda trainer: trainer.model.zero_grad()):
+def _reduced_by_hand(run, reduce):
     trainer = run.trainer()
     (ddp,) = trainer.model.chunks
     trainer.train(0)
     for data in range(1, 4):
-        zero(trainer)
+        trainer.model.zero_grad()
         with ddp.no_sync():
             backward(trainer, 2 * data)
             backward(trainer, 2 * data + 1)

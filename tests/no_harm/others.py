@@ -85,9 +85,7 @@ def children_unpickle_configs_states_and_functions(run):
 
 @program("fp16", "bf16, sharded, overlaps")
 def a_forked_child_saves_the_optimizer_while_training_goes_on(run):
-    trainer = run.trainer()
-    trainer.train(0)
-    trainer.model.gather_parameters()
+    trainer = run.trained()
     ours, theirs = multiprocessing.Pipe(duplex=False)
     state = functools.partial(trainer.optimizer.state_dict)
     child = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(described(state())))

@@ -56,9 +56,7 @@ def _resumed_in_a_new_model(run):
 
 @program("bf16", "bf16, sharded, overlaps", "pp", changed=AGREED)
 def saved_in_the_background(run):
-    trainer = run.trainer()
-    trainer.train(0)
-    trainer.model.gather_parameters()
+    trainer = run.trained()
     path = trainer.disk.begin(f"{run.folder}/saved")
     trainer.train(1)
     trainer.disk.finish()
@@ -88,9 +86,7 @@ def two_models_saved_by_turns(run):
 @program("fp32", "bf16", "bf16, sharded", "bf16, sharded, overlaps", "cp")
 def saved_by_the_first_rank(run):
     """By torch, on one rank of those that have the same weights, after a gather that all make."""
-    trainer = run.trainer()
-    trainer.train(0)
-    trainer.model.gather_parameters()
+    trainer = run.trained()
     if run.rank == 0:
         file = io.BytesIO()
         torch.save([chunk.state_dict() for chunk in trainer.model.chunks], file)
@@ -100,9 +96,7 @@ def saved_by_the_first_rank(run):
 
 @program("bf16", "bf16, sharded, overlaps", changed=AGREED)
 def a_save_interrupted_by_ctrl_c(run):
-    trainer = run.trainer()
-    trainer.train(0)
-    trainer.model.gather_parameters()
+    trainer = run.trained()
 
     def stopped():
         trainer.disk.tree(loading=False)
@@ -116,9 +110,7 @@ def a_save_interrupted_by_ctrl_c(run):
 @program("bf16", "bf16, sharded, overlaps", changed={**AGREED, "megatron.own-save-results": ("checkpoint",)})
 def a_save_given_up_and_the_next_one(run):
     """Written and never finished: the trainer has caught an exception and goes on with a queue of its own."""
-    trainer = run.trainer()
-    trainer.train(0)
-    trainer.model.gather_parameters()
+    trainer = run.trained()
     trainer.disk.abandon(f"{run.folder}/abandoned")
     trainer.disk = Distributed(trainer)
     trainer.train(1)

@@ -30,6 +30,13 @@ class Run:
         self.trainers.append(Trainer(self, options))
         return self.trainers[-1]
 
+    def trained(self, **options):
+        """Build one that has made a step, and whose parameters are gathered."""
+        trainer = self.trainer(**options)
+        trainer.train(0)
+        trainer.model.gather_parameters()
+        return trainer
+
     def note(self, kind, value):
         self.found[kind, f"{len(self.found)}"] = copy.deepcopy(value)
 

@@ -3,6 +3,7 @@
 import contextlib
 from unittest import mock
 
+from megapatch._verify.check import DefectSeen
 from rigs.diagnosed_sources import verdict_of, words
 from rigs.imported import run_with_megatron
 
@@ -35,3 +36,11 @@ def of_a_rank(verdicts, **options):
     """Return what a rank finds. That a second look gives the same answers is part of the contract."""
     (found,) = run_with_megatron(verdicts, 1, **options)
     return found
+
+
+def seen_by(rank, world_size, scenario):
+    """The words of the defect that a scenario of `megapatch verify` meets; None where it meets none."""
+    try:
+        scenario()
+    except DefectSeen as seen:
+        return str(seen)

@@ -29,14 +29,16 @@ def assert_verdicts(found, expected):
 
 
 def each_source(table):
-    """Parametrize a test with the rows of {diagnosis: {case: (source, verdict, words of the reason)}}.
-
-    The test takes `source_case`, and calls assert_verdict_of_source() with it.
-    """
+    """Return a test of the rows of {diagnosis: {case: (source, verdict, words of the reason)}}."""
     names = [case for rows in table.values() for case in rows]
     assert len(names) == len(set(names))
     cases = [(diagnose, *row) for diagnose, rows in table.items() for row in rows.values()]
-    return pytest.mark.parametrize("source_case", cases, ids=names)
+
+    @pytest.mark.parametrize("source_case", cases, ids=names)
+    def test_the_verdict(source_case, modules):
+        assert_verdict_of_source(source_case, modules)
+
+    return test_the_verdict
 
 
 def assert_verdict_of_source(source_case, modules):

@@ -32,9 +32,9 @@ def note_pids(folder: Path, *pids: int) -> None:
         (folder / f"pid-{pid}").touch()
 
 
-def noted_pids(folder: Path, count: int, patience: float = 60.0) -> list[int]:
+def noted_pids(folder: Path, count: int) -> list[int]:
     """The pids that `note_pids` left, when there are `count`."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if len(found := [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]) == count:
             return found

@@ -1,6 +1,6 @@
 """Verdicts on code that is like AReaL's and yet another."""
 
-from rigs.diagnosed_sources import assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import each_source
 
 from megapatch.patches.areal import (
     aux_loss_scale,
@@ -114,8 +114,4 @@ SOURCES = {
         "saves: gathers": (MANAGER.format(GATHERS), "fixed", "gathers"),
     },
 }
-
-
-@each_source(SOURCES)
-def test_the_verdict(source_case, modules):
-    assert_verdict_of_source(source_case, modules)
+test_the_verdict = each_source(SOURCES)

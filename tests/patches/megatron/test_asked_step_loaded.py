@@ -6,12 +6,11 @@ import argparse
 import importlib
 
 import pytest
-from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
+from rigs.diagnosed_code import made_up, of_a_rank, seen_by, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED, needs_training
 
-from megapatch._verify.check import DefectSeen
 from megapatch._verify.checks.loads import newer_recovery
 from megapatch.patches.megatron.asked_step_loaded import PATCH, find_asked_step, note_step
 
@@ -19,17 +18,13 @@ pytestmark = needs_training
 MEGATRON = PATCH.sites[0]
 
 
-def defect(rank, world_size):
-    try:
-        newer_recovery()
-    except DefectSeen as seen:
-        return str(seen)
-
-
 @pytest.mark.quick
 def test_the_step_that_is_asked_for_is_loaded():
-    assert run_with_megatron(defect, 1, env=UNPATCHED)[0] == "step 2 is asked for, and step 4 is loaded"
-    assert run_with_megatron(defect, 1)[0] is None
+    assert (
+        run_with_megatron(seen_by, 1, newer_recovery, env=UNPATCHED)[0]
+        == "step 2 is asked for, and step 4 is loaded"
+    )
+    assert run_with_megatron(seen_by, 1, newer_recovery)[0] is None
 
 
 def found(rank, world_size, folder, cases):

@@ -8,12 +8,11 @@ import sys
 from argparse import Namespace
 
 import pytest
-from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
+from rigs.diagnosed_code import made_up, of_a_rank, seen_by, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED, Interrupted, needs_training
 
-from megapatch._verify.check import DefectSeen
 from megapatch._verify.checks.loads import start_from_pretrained
 from megapatch.patches.megatron._loads import source_in_bridge, source_in_megatron
 from megapatch.patches.megatron.finetune_for_one_load import PATCH, noting, put_back, restore, restore_after_hook
@@ -22,18 +21,10 @@ pytestmark = needs_training
 MEGATRON = PATCH.sites[0]
 
 
-def started(rank, world_size):
-    """The text of the defect that a start from a pretrained checkpoint shows."""
-    try:
-        start_from_pretrained()
-    except DefectSeen as seen:
-        return str(seen)
-
-
 @pytest.mark.quick
 def test_a_start_from_a_pretrained_checkpoint_leaves_the_setting():
-    assert "for all later loads" in run_with_megatron(started, 1, env=UNPATCHED)[0]
-    assert run_with_megatron(started, 1)[0] is None
+    assert "for all later loads" in run_with_megatron(seen_by, 1, start_from_pretrained, env=UNPATCHED)[0]
+    assert run_with_megatron(seen_by, 1, start_from_pretrained)[0] is None
 
 
 def load(settings, folder, sets=None):

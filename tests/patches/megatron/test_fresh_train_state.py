@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import NOTHING, each_source
 
 from megapatch.patches.megatron.fresh_train_state import READERS, diagnose, read_again
 
@@ -41,11 +41,7 @@ SOURCES = {
         "there is nothing": (NOTHING, "unknown", "_load_checkpoint_from_path"),
     },
 }
-
-
-@each_source(SOURCES)
-def test_verdicts(source_case, modules):
-    assert_verdict_of_source(source_case, modules)
+test_verdicts = each_source(SOURCES)
 
 
 @pytest.mark.quick

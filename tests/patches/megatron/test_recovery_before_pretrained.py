@@ -6,12 +6,11 @@ import importlib
 from argparse import Namespace
 
 import pytest
-from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
-from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, assert_verdicts, each_source
+from rigs.diagnosed_code import made_up, of_a_rank, seen_by, verdicts_of
+from rigs.diagnosed_sources import NOTHING, assert_verdicts, each_source
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED, needs_training
 
-from megapatch._verify.check import DefectSeen
 from megapatch._verify.checks.loads import start_from_recovery
 from megapatch.patches.megatron.recovery_before_pretrained import (
     PATCH,
@@ -23,18 +22,11 @@ from megapatch.patches.megatron.recovery_before_pretrained import (
 MEGATRON = PATCH.sites[0]
 
 
-def defect(rank, world_size):
-    try:
-        start_from_recovery()
-    except DefectSeen as seen:
-        return str(seen)
-
-
 @needs_training
 @pytest.mark.quick
 def test_a_checkpoint_for_recovery_counts():
-    assert "and not from its own" in run_with_megatron(defect, 1, env=UNPATCHED)[0]
-    assert run_with_megatron(defect, 1)[0] is None
+    assert "and not from its own" in run_with_megatron(seen_by, 1, start_from_recovery, env=UNPATCHED)[0]
+    assert run_with_megatron(seen_by, 1, start_from_recovery)[0] is None
 
 
 OWN, RECOVERS, BASE = "own", "own/non_persistent", "base"
@@ -99,8 +91,4 @@ SOURCES = {
         "there is nothing": (NOTHING, "unknown", "setup"),
     }
 }
-
-
-@each_source(SOURCES)
-def test_verdicts_on_setup(source_case, modules):
-    assert_verdict_of_source(source_case, modules)
+test_verdicts_on_setup = each_source(SOURCES)

@@ -68,13 +68,11 @@ def test_what_is_left_after_a_cycle_does_not_grow(found, name):
     """Without the patches groups do, of each layout, and experts that have trained."""
     patched, ranks = found
     models = ROWS[name]
-    if not patched and models.freed_late and models.freed_unpatched and models.sizes:
-        pytest.skip("plain Megatron frees some of these late, and does not grow by a number that can be said")
     for rank in ranks:
         alive, sizes, groups, *_ = zip(*rank[name], strict=True)
         if patched or (models.freed_unpatched and not models.freed_late):
             assert len(set(alive)) == 1 and bool(alive[0]) is models.freed_late
-        else:
+        elif not (models.freed_unpatched and models.sizes):  # those grow by no number that can be said
             assert min(alive) > 0 and sizes[-1] - sizes[0] > (CYCLES - 1) * 15_000
         if patched:
             # The least of each half: a thread may hold a tensor of a collective for a moment more.

@@ -11,7 +11,7 @@ import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import NOTHING, each_source
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import needs_training
 
@@ -63,11 +63,7 @@ SOURCES = {
         "there is no save": (NOTHING, "unknown", "save_checkpoint"),
     },
 }
-
-
-@each_source(SOURCES)
-def test_verdicts(source_case, modules):
-    assert_verdict_of_source(source_case, modules)
+test_verdicts = each_source(SOURCES)
 
 
 def left(rank, world_size, folder, cases):

@@ -1,7 +1,7 @@
 """Verdicts on code that is like ROLL's and yet another."""
 
 import pytest
-from rigs.diagnosed_sources import assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import each_source
 
 from megapatch.patches.roll import grad_scale, overflow_is_skipped
 
@@ -39,8 +39,4 @@ SOURCES = {
         "overflow: accepted": (strategy(otherwise=""), "fixed", "accepts"),
     },
 }
-
-
-@each_source(SOURCES)
-def test_the_verdict(source_case, modules):
-    assert_verdict_of_source(source_case, modules)
+test_the_verdict = each_source(SOURCES)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from rigs.diagnosed_sources import assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import each_source
 
 from megapatch.patches.verl import (
     gathered_when_read,
@@ -99,11 +99,7 @@ SOURCES = {
         "save: does not": (SAVE.format(body="self.checkpoint_config"), "needed", "not gathered"),
     },
 }
-
-
-@each_source(SOURCES)
-def test_the_verdict(source_case, modules):
-    assert_verdict_of_source(source_case, modules)
+test_the_verdict = each_source(SOURCES)
 
 
 @pytest.mark.parametrize(("overrides", "loads"), [(Mock(), False), (False, False), (True, True)])

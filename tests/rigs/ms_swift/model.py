@@ -8,6 +8,16 @@ import torch
 LORA = "mcore_bridge.tuners.lora"
 LENGTH, MICROBATCHES = 8, 2
 TARGETS = "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"
+OFF = """
+    padding_free tp_comm_overlap check_model async_save use_persistent_ckpt_worker is_multimodal
+    nccl_comm_warmup overlap_param_gather_with_optimizer_step overlap_grad_reduce overlap_param_gather
+    align_grad_reduce align_param_gather use_megatron_fsdp vllm_enable_lora apply_wd_to_qk_layernorm
+    offload_bridge
+"""
+NONE = """
+    metric_for_best_model virtual_pipeline_model_parallel_size lr_decay_iters lr_wsd_decay_iters
+    lr_warmup_fraction vit_lr aligner_lr muon_lr
+"""
 
 
 def arguments(tuner, dtype, more):
@@ -17,42 +27,22 @@ def arguments(tuner, dtype, more):
         tuner_type=tuner,
         rlhf_type="grpo",
         router_replay_mode="disabled",
-        padding_free=False,
         new_special_tokens=[],
         task_type="causal_lm",
-        tp_comm_overlap=False,
         finetune=True,
-        check_model=False,
         callbacks=[],
-        async_save=False,
-        use_persistent_ckpt_worker=False,
-        is_multimodal=False,
-        nccl_comm_warmup=False,
         data_parallel_random_init=True,
-        overlap_param_gather_with_optimizer_step=False,
         accumulate_allreduce_grads_in_fp32=True,
         bucket_size=1000,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
-        align_grad_reduce=False,
-        align_param_gather=False,
-        use_megatron_fsdp=False,
         optimizer="adam",
         params_dtype=params,
         lr=0.1,
         min_lr=0.1,
-        metric_for_best_model=None,
-        vllm_enable_lora=False,
         weight_decay=0.0,
         clip_grad=1e9,
         adam_eps=1e-8,
-        virtual_pipeline_model_parallel_size=None,
-        apply_wd_to_qk_layernorm=False,
-        lr_decay_iters=None,
-        lr_wsd_decay_iters=None,
         lr_wsd_decay_style="exponential",
-        lr_warmup_fraction=None,
         lr_warmup_iters=0,
         lr_warmup_init=0.0,
         lr_decay_style="constant",
@@ -64,13 +54,12 @@ def arguments(tuner, dtype, more):
         micro_batch_size=1,
         global_batch_size=4,
         seq_length=LENGTH,
-        offload_bridge=False,
         sleep_level=0,
         context_parallel_size=1,
     )
     models = "mcore_model", "mcore_adapter", "mcore_ref_model", "mcore_ref_adapter"
-    none = *models, "vit_lr", "aligner_lr", "muon_lr"
-    return SimpleNamespace(**{**dict.fromkeys(none), **values, **precision, **more})
+    none = dict.fromkeys((*models, *NONE.split()))
+    return SimpleNamespace(**{**none, **dict.fromkeys(OFF.split(), False), **values, **precision, **more})
 
 
 # ------------------------------------------------------------------------------------------ LoRA

@@ -73,39 +73,29 @@ class Actor:
         return Counted
 
 
+OFF = """
+    colocate debug_rollout_only debug_train_only ci_test keep_old_actor no_load_optim no_load_rng finetune
+    offload_train update_weight_delta use_critic use_fault_tolerance
+"""
+NONE = """
+    custom_update_weight_post_write_path hf_checkpoint ckpt_step num_experts opd_teacher_ckpt_step
+    opd_teacher_load ref_ckpt_step rollout_data_postprocess_path
+"""
 ARGUMENTS = {
-    "colocate": False,
-    "debug_rollout_only": False,
-    "debug_train_only": False,
-    "ci_test": False,
-    "custom_update_weight_post_write_path": None,
+    **dict.fromkeys(OFF.split(), False),
+    **dict.fromkeys(NONE.split()),
     "distributed_timeout_minutes": 1,
     "enable_weights_backuper": True,
-    "hf_checkpoint": None,
-    "keep_old_actor": False,
     "load": "actor",
     "megatron_to_hf_mode": "raw",
     "model_name": "tiny",
-    "no_load_optim": False,
-    "no_load_rng": False,
-    "finetune": False,
-    "ckpt_step": None,
-    "num_experts": None,
     "num_gpus_per_node": 1,
     "num_layers": 2,
-    "offload_train": False,
-    "opd_teacher_ckpt_step": None,
-    "opd_teacher_load": None,
-    "ref_ckpt_step": None,
     "ref_load": "reference",
-    "rollout_data_postprocess_path": None,
     "train_memory_margin_bytes": 0,
     "update_weight_buffer_size": 1,
-    "update_weight_delta": False,
     "update_weight_mode": "full",
     "update_weight_transport": "nccl",
-    "use_critic": False,
-    "use_fault_tolerance": False,
     "vocab_size": 32,
 }
 
