@@ -14,6 +14,7 @@ from rigs.engine import TARGET, activated, make_engine, make_patch, status_of
 from megapatch import MegapatchError, RestoreError, _versions
 from megapatch._engine import restoring
 from megapatch._engine.record import Unloaded
+from megapatch._python.dotted import find
 from megapatch._reporting.report import make_report
 from megapatch.patch import FIXED, UNKNOWN, PatchInfo, Verdict
 
@@ -55,6 +56,18 @@ class Sealed(metaclass=Meta):
     engine = activated(make_patch(name, "greet", "Greeter.greet", "Sealed.greet"))
     assert (dict(vars(target)), dict(vars(target.Greeter))) == before
     assert engine.records[0].reason == "TypeError: sealed"
+
+
+def test_a_function_may_have_the_name_of_the_submodule_that_its_package_has_it_from(tmp_path, monkeypatch):
+    (package := tmp_path / "shadowed").mkdir()
+    (package / "greet.py").write_text(TARGET)
+    (package / "__init__.py").write_text("from .greet import greet")
+    monkeypatch.syspath_prepend(tmp_path)
+    target = importlib.import_module("shadowed")
+    engine = activated(make_patch("shadowed", "greet"))
+    assert (status_of(engine), target.greet("you")) == ("applied", "hello you!")
+    assert find(target, "greet") is target.greet
+    assert find(target, "greet.__name__") == "greet"
 
 
 def test_what_is_installed_is_a_plain_function_that_pickles_copies_and_shows_its_signature(modules):

@@ -146,6 +146,15 @@ def test_no_secret_no_control_character_and_no_forged_line_goes_out(patching, da
             json.loads(output)
 
 
+@pytest.mark.parametrize("way", ["DB_PASS={}", "MY_PIN={}, 1", "{{'DB_PASS': '{}', 'x': 1}}"])
+@pytest.mark.parametrize(
+    ("value", "stays"),
+    [("12345abc", False), ("no-way-jose", False), ("one", False), ("12345", True), ("no", True), ("-0.5", True)],
+)
+def test_a_variable_keeps_a_number_and_a_switch_but_no_word_that_begins_as_one(way, value, stays):
+    assert (value in _printable.without_secrets(way.format(value))) == stays
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_secret_is_hidden_however_it_is_written(way):
     assert "zqSecret123456789012345" not in _printable.without_secrets(way.format("zqSecret123456789012345"))

@@ -23,8 +23,8 @@ class AddedTarget(ReplacedTarget):
     __slots__ = ()
 
     def find(self, module: ModuleType) -> tuple[Any, str, Any]:
-        parent_path, _, attribute = self.target.partition(":")[2].rpartition(".")
-        module, parent_path = below(module, parent_path)
+        module, path = below(module, self.target.partition(":")[2])
+        parent_path, _, attribute = path.rpartition(".")
         parent = wrapt.resolve_path(module, parent_path)[2] if parent_path else module
         return parent, attribute, vars(parent).get(attribute)
 

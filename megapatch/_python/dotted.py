@@ -10,12 +10,12 @@ from typing import Any
 
 
 def below(owner: Any, path: str) -> tuple[Any, str]:
-    """Follow the path into submodules that their package has not as attributes; return the last, and the rest.
+    """Follow all but the last name of the path into submodules; return the last of them, and the rest of the path.
 
-    A package that is imported again, after Ctrl-C has ended its import, lacks them: they are in sys.modules.
+    The last name is an attribute, of which a submodule may have the name as well.
     """
     name, _, rest = path.partition(".")
-    while isinstance(owner, ModuleType) and (found := sys.modules.get(f"{owner.__name__}.{name}")):
+    while rest and (found := _submodule(owner, name)):
         owner, path = getattr(owner, name, found), rest
         name, _, rest = path.partition(".")
     return owner, path
@@ -23,10 +23,17 @@ def below(owner: Any, path: str) -> tuple[Any, str]:
 
 def find(owner: Any, path: str) -> Any:
     """Return the object at the path below `owner`, which an empty path means; None where there is none."""
-    owner, path = below(owner, path)
     for name in filter(None, path.split(".")):
-        owner = getattr(owner, name, None)
+        owner = getattr(owner, name, _submodule(owner, name))
     return owner
+
+
+def _submodule(owner: Any, name: str) -> ModuleType | None:
+    """Return a package's submodule, also where the package has it not as an attribute.
+
+    A package that is imported again, after Ctrl-C has ended its import, lacks them: they are in sys.modules.
+    """
+    return sys.modules.get(f"{owner.__name__}.{name}") if isinstance(owner, ModuleType) else None
 
 
 @contextlib.contextmanager

@@ -161,6 +161,16 @@ def test_a_step_that_raises_is_one_and_its_gradients_are_excused(watching):
     assert part_of(watching, LoadedIsThere)._succeeded[optimizer]
 
 
+@pytest.mark.parametrize(("hook", "kinds"), [(None, []), (min, ["changed"])])
+def test_a_hook_that_was_none_may_be_set_in_a_call_and_no_other_may_change(watching, hook, kinds):
+    calls, chunk = part_of(watching, Calls), Chunk()
+    chunk.config.grad_sync_func, chunk.group.is_last_microbatch = hook, True
+    before, call = calls._look([chunk]), Call([chunk], trains=True)
+    chunk.config.grad_sync_func, call.has_returned = max, True
+    calls._compare(call, before)
+    assert reported(watching) == [("hooks-balanced", kind) for kind in kinds]
+
+
 # ------------------------------------------------------------------------ chunks and buckets
 class Wrapped(Chunk):
     """As DistributedDataParallel."""
