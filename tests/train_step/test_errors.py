@@ -160,6 +160,12 @@ def other_misuses():
     with counting.accumulate(1, count=math.inf):
         model.forward_backward(0, num_microbatches=1)
     found["infinite count"] = attempt(counting.finish)
+    config = dict(vars(model.config))
+    step.begin()
+    body = step.accumulate(1)  # a variable, as its end would close it
+    body.__enter__()
+    step.abort()
+    found["aborted in its body"] = vars(model.config) == config
     return found
 
 
@@ -320,6 +326,10 @@ def test_a_model_has_one_open_step(ranks):
             assert_misuse(outcome, "a step of this model is open already")
             assert still_open
         assert found["others"]["nothing to save"] == (None, None)
+
+
+def test_aborted_in_its_body_it_leaves_no_hook(ranks):
+    assert [found["others"]["aborted in its body"] for found in ranks] == [True, True]
 
 
 def test_no_tokens_on_any_rank(ranks):

@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -208,10 +208,13 @@ def test_a_call_that_a_rank_makes_alone_and_that_raises_is_not_met(patched):
 
 
 def test_globals_are_put_back_once_and_only_those_that_the_layout_has_set(monkeypatch):
-    state = SimpleNamespace(own=1, theirs=1, added_to=[0, 1], as_before=[])
+    state = SimpleNamespace(own=0, theirs=0, added_to=[0], as_before=[])
     monkeypatch.setitem(sys.modules, PARALLEL_STATE, state)
-    layout = groups_destroyed._Layout()
-    layout.end([], {"own": 0, "theirs": 0, "added_to": [0], "as_before": [], "gone": None})
+    names = compile("own, theirs, added_to, as_before, gone", "initialize_model_parallel", "exec")
+    layout, before = groups_destroyed._Layout(), groups_destroyed._globals_of(FunctionType(names, {}))()
+    state.own = state.theirs = 1
+    state.added_to.append(1)
+    layout.end([], before)
     state.theirs = 2
     state.as_before.append(3)
     layout._reset(vars(state))
