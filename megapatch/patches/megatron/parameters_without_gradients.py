@@ -186,7 +186,9 @@ def finish_in_line(finish_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(finish_grad_sync)
     def patched_finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         line = LINES.get(self)
-        with line.finishing(self) if line else contextlib.nullcontext():
+        if line is None or not self.ddp_config.overlap_grad_reduce:
+            return finish_grad_sync(self, *args, **kwargs)
+        with line.finishing(self):
             return finish_grad_sync(self, *args, **kwargs)
 
     return patched_finish_grad_sync
