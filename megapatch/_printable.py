@@ -17,6 +17,7 @@ HIDDEN = "***"
 """Stands for a value that may be secret."""
 
 _BEGINS = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))"  # a word, after an escaped line end as well: repr() has those
+_HEADER = r"\bauthorization\\*['\"]?\s*[:=]"
 _SECRETS = (
     # Keys of known shape: private keys, GitHub, GitLab, Hugging Face, OpenAI and kin, NVIDIA, Slack, AWS, Google,
     # PyPI, npm, Weights & Biases, JSON web tokens.
@@ -31,9 +32,10 @@ _SECRETS = (
         r"|eyJ[\w-]{8,1024}\.[\w-]{8,}(?:\.[\w-]*)?)",  # with a bound, as each may begin in the one before
         HIDDEN,
     ),
-    # Whatever the scheme: all up to the end of the quotation or line, escaped or not, which may be the next one.
+    # Whatever the scheme: all up to the end of the quotation or line, which may be the next one, or to another
+    # header. Escaped line ends are some too, perhaps escaped again.
     (
-        r"(?i)(\bauthorization\\*['\"]?\s*[:=] *)(?:\s|\\n)*(?:(\\*['\"])(?:(?!\2).)*|(?:(?!\\n)[^\n])+)",
+        rf"(?i)({_HEADER} *)(?:\s|\\{{1,8}}[nrt])*(?:(\\*['\"])(?:(?!\2).)*|(?:(?!\\{{1,8}}n|{_HEADER})[^\n])+)",
         rf"\g<1>\g<2>{HIDDEN}",
     ),
     (r"(?i)(\bbearer\s+)[\w.~+/=-]{16,}", rf"\g<1>{HIDDEN}"),

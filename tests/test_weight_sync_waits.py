@@ -38,6 +38,12 @@ class Engines:
     def nested(self, name):
         return {"node 0": (self.work(name), [None, self.work(name)]), "node 1": "ok"}
 
+    def set_of_coroutines(self, name):
+        return {self.work(name)}
+
+    def frozen_set_of_coroutines(self, name):
+        return frozenset(self.set_of_coroutines(name))
+
     async def coroutine_that_returns_a_list(self, name):
         return self.list_of_coroutines(name)
 
