@@ -39,12 +39,12 @@ def stepped(model, step, number):
         return step.finish().grad_norm
 
 
-def dropped(model, step, end):
+def dropped(model, step, end, cut=CUT):
     context, function = (
         interrupted(model, RAISES_AT[end]) if end in RAISES_AT else (contextlib.nullcontext(), None)
     )
     with context, contextlib.suppress(Interrupted), step:
-        in_pieces(step, model, 7, CUT, MEAN, function=function, last=end in LAST)
+        in_pieces(step, model, 7, cut, MEAN, function=function, last=end in LAST)
         if end == "in the body":
             raise Interrupted
         if end in REDUCED:
@@ -81,21 +81,21 @@ def abandoned(name):
     return held(model)[0], model.parameters()
 
 
-def in_turns(name, between):
+def in_turns(name, between, cut=CUT):
     """A step of two calls, set aside between them while another is dropped; its gradients are carried over."""
     model = new_model(name)
     step, other = (TrainStep(model.chunks, model.optimizer) for _ in range(2))
     step.begin()
-    in_pieces(step, model, 0, (2,), MEAN)
+    in_pieces(step, model, 0, cut[:1], MEAN)
     if between:
         buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         gradients = [buffer.grad_data.clone() for buffer in buffers]
         step.set_aside()
-        dropped(model, other, "in the last call")
+        dropped(model, other, "in the last call", cut)
         for buffer, gradient in zip(buffers, gradients, strict=True):
             buffer.grad_data.copy_(gradient)
         step.take_up()
-    in_pieces(step, model, 1, (1,), MEAN)
+    in_pieces(step, model, 1, cut[1:], MEAN)
     step.finish()
     return held(model), model.parameters()
 
@@ -289,6 +289,11 @@ def job(rank, world_size, wanted):
     yield "ended", ended_without_an_error
 
 
+def in_stages(rank, world_size):
+    init_parallel(pp=2, vpp=2)
+    yield "in turns", partial(compare_in_turns, EXPERTS, (2, 2))
+
+
 def compare(never, name, end, **more):
     expected, parameters = never()
     found, own = trained(name, end, **more)
@@ -307,8 +312,8 @@ def compare_abandoned(name):
     assert_equal(parameters, model.parameters())
 
 
-def compare_in_turns(name):
-    (holding, parameters), (expected, alone) = in_turns(name, True), in_turns(name, False)
+def compare_in_turns(name, cut=CUT):
+    (holding, parameters), (expected, alone) = (in_turns(name, between, cut) for between in (True, False))
     assert holding == expected
     assert_equal(parameters, alone)
 
@@ -355,3 +360,8 @@ def test_timers_and_routes_to_be_replayed_are_as_before(ranks):
 def test_a_reduced_step_whose_optimizer_has_moved_is_not_dropped(ranks, case):
     for found in ranks:
         found[case]
+
+
+def test_each_virtual_stage_has_the_counts_of_its_own_routers():
+    for found in run_cells(in_stages, 2):
+        found["in turns"]

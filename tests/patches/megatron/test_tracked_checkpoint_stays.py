@@ -83,7 +83,10 @@ def left(rank, world_size, folder, cases):
         if tracker == "a folder":  # root may read everything else
             file.mkdir()
         elif tracker is not None:
-            file.write_text(tracker)
+            step, _, gone = tracker.partition(" ")
+            file.write_text(step)
+            if gone:
+                (folder / f"iter_{int(step):07}").rmdir()
         before = threading.enumerate()
         function(str(folder), leave_ckpt_num=keep, do_async=do_async)
         for thread in {*threading.enumerate()}.difference(before):
@@ -108,6 +111,7 @@ def test_the_tracked_checkpoint_and_newer_ones_stay(tmp_path):
         ("release", 1): ([3], [3]),
         ("4", 1): ([3], [3]),  # of a later step, which has no folder
         ("0", 1): ([3], [1, 2, 3]),  # of an earlier one, which is gone
+        ("2 gone", 1): ([3], [1, 3]),  # of one between
         (None, 1): ([3], [3]),  # nothing was saved yet
         ("", 1): ([3], [1, 2, 3]),  # as after a full disk: nobody knows which is complete
         ("a folder", 1): ([3], [1, 2, 3]),  # cannot be read
