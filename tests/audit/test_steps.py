@@ -430,13 +430,9 @@ def test_a_seed_that_is_set_again_after_a_step_repeats_what_is_dropped(watching,
     assert watching.ledger.judged["seeded-once"] == step
 
 
-def test_what_is_hashed_of_parameters_that_wait_for_a_gather(watching, monkeypatch):
-    ranks, gathers, chunk, other = (
-        part_of(watching, RanksAgree),
-        part_of(watching, GatheredWhenRead),
-        Chunk(),
-        Chunk(),
-    )
+def test_what_is_hashed_of_parameters_that_wait_for_a_gather(watching):
+    ranks, gathers = part_of(watching, RanksAgree), part_of(watching, GatheredWhenRead)
+    chunk, other = Chunk(), Chunk()
     lists = [[chunk.module.weight], [other.module.weight], [chunk.module.weight, other.module.weight]]
 
     def unhashed():

@@ -30,9 +30,9 @@ class Run:
         self.trainers.append(Trainer(self, options))
         return self.trainers[-1]
 
-    def trained(self, **options):
+    def trained(self):
         """Build one that has made a step, and whose parameters are gathered."""
-        trainer = self.trainer(**options)
+        trainer = self.trainer()
         trainer.train(0)
         trainer.model.gather_parameters()
         return trainer

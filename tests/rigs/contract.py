@@ -4,12 +4,10 @@ A scenario is a function at module level that raises where it meets its patch's 
 imports what is patched inside. The orders of importing and activating are in tests/test_import_orders.py.
 """
 
-import contextlib
 import copy
 import functools
 import importlib
 import inspect
-import logging
 import os
 import pickle
 import random
@@ -32,6 +30,7 @@ from rigs.chosen import chosen
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED
 from rigs.renames import assert_renames_are_seen
+from rigs.said import said
 
 # The megapatch that is active in the ranks is switched off: an installed patch would be applied twice.
 ALONE = {"MEGAPATCH_DISABLE": "*", "MEGAPATCH_ONLY": "", "MEGAPATCH_STRICT": "", "MEGAPATCH_AUDIT": ""}
@@ -190,18 +189,6 @@ def broken_by(rank, world_size, patches):
         changed = changed_since(contents, record)
         problems += [f"{record.patch.name}: restore() leaves {name} changed" for name in changed]
     return problems
-
-
-@contextlib.contextmanager
-def said():
-    """Yield a list that gets the lines which are logged meanwhile."""
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger().addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger().removeHandler(handler)
 
 
 def differences(target):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import logging
 
 import pytest
 from rigs.ray import ray_with
+from rigs.said import said
 
 
 @pytest.fixture(scope="session")
@@ -29,11 +29,7 @@ def nothing_is_lost(request):
     if "one_ray" in request.fixturenames:  # which has its own
         yield
         return
-    heard, logger = [], logging.getLogger("asyncio")
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logger.addHandler(handler)
-    yield
-    gc.collect(1)
-    logger.removeHandler(handler)
+    with said("asyncio") as heard:
+        yield
+        gc.collect(1)
     assert not heard

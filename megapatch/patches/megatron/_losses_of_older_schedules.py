@@ -15,11 +15,11 @@ from ._schedules import PARALLEL, ROUTERS, SCALE
 
 
 def count_one_token_at_least(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    place = list(inspect.signature(forward_step).parameters).index("config") - 1
+    config_of = _config_among(forward_step, skipped=1)
 
     @functools.wraps(forward_step)
     def patched_forward_step(forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        config: Any = kwargs.get("config", args[place] if len(args) > place else None)
+        config = config_of(args, kwargs)
         divides = is_a(config, CONFIG) and not config.calculate_per_token_loss
         function = _with_tokens(forward_step_func) if divides else forward_step_func
         return forward_step(function, *args, **kwargs)
@@ -50,11 +50,11 @@ def scale_by_ranks(backward_step: Callable[..., Any], sizes: Mapping[bool, Seque
         sizes: by calculate_per_token_loss, the functions of parallel_state whose results are multiplied.
     """
     routers, parallel = sys.modules[ROUTERS], sys.modules[PARALLEL]
-    place = list(inspect.signature(backward_step).parameters).index("config")
+    config_of = _config_among(backward_step)
 
     @functools.wraps(backward_step)
     def patched_backward_step(*args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("config", args[place] if len(args) > place else None)
+        config = config_of(args, kwargs)
         scale = routers.MoEAuxLossAutoScaler.main_loss_backward_scale
         if not isinstance(getattr(config, "num_moe_experts", None), int) or scale is None:
             return backward_step(*args, **kwargs)
@@ -66,3 +66,11 @@ def scale_by_ranks(backward_step: Callable[..., Any], sizes: Mapping[bool, Seque
             return backward_step(*args, **kwargs)
 
     return patched_backward_step
+
+
+def _config_among(
+    function: Callable[..., Any], skipped: int = 0
+) -> Callable[[Sequence[Any], Mapping[str, Any]], Any]:
+    """Return a function that finds `config` among a call's arguments, of which so many are left out at first."""
+    place = list(inspect.signature(function).parameters).index("config") - skipped
+    return lambda args, kwargs: kwargs.get("config", args[place] if len(args) > place else None)

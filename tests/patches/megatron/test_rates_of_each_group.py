@@ -11,6 +11,7 @@ from rigs.cells import cells_of
 from rigs.megatron import main_params
 from rigs.megatron.options import attempt, linear_schedule
 from rigs.megatron.save import minor
+from rigs.said import said
 
 from megapatch.testing import init_parallel, tiny_gpt
 
@@ -83,15 +84,11 @@ def differs(layout, rates, place):
 
 def with_other_rates(layout):
     """Load into a run with other rates; return what was said, and the rates."""
-    said = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
     saved, new = Job(layout, "by hand"), Job(layout, "by hand", 2)
     saved.train(0)
-    logging.getLogger("megapatch").addHandler(handler)
-    error, _ = attempt(new.model.optimizer.load_state_dict, saved.model.optimizer.state_dict())
-    logging.getLogger("megapatch").removeHandler(handler)
-    return error, said, [group["max_lr"] for group in new.model.optimizer.param_groups]
+    with said("megapatch", logging.WARNING) as lines:
+        error, _ = attempt(new.model.optimizer.load_state_dict, saved.model.optimizer.state_dict())
+    return error, lines, [group["max_lr"] for group in new.model.optimizer.param_groups]
 
 
 def job(rank, world_size):
