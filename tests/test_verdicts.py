@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,9 +79,8 @@ def test_of_nvrx():
 @pytest.mark.skipif(not SKYRL.is_dir(), reason="SKYRL_RELEASES is not set")
 def test_of_skyrl():
     found = {one.name: one for one in SKYRL.iterdir() if not one.name.startswith("checkout")}
-    with ThreadPoolExecutor(2) as pool:
-        looked = {name: pool.submit(verdicts_on, _skyrl(name)[0], found[name]) for name in sorted(found)}
-        wrong = [text for name, cells in looked.items() for text in differences(*_skyrl(name), cells.result())]
+    looked = {_skyrl(name): verdicts_on(_skyrl(name)[0], found[name]) for name in sorted(found)}
+    wrong = [text for release, cells in looked.items() for text in differences(*release, cells)]
     assert found and wrong == []
 
 
@@ -96,9 +94,8 @@ def test_of_wheels_in_a_folder(project, variable):
     found = {one.name.removeprefix(f"{project}-"): one for one in Path(os.environ[variable]).iterdir()}
     for name in found:
         skip_unless_known(project, name, must=True)
-    with ThreadPoolExecutor(2) as pool:
-        looked = {name: pool.submit(verdicts_on, project, found[name]) for name in sorted(found)}
-        wrong = [text for name, cells in looked.items() for text in differences(project, name, cells.result())]
+    looked = {name: verdicts_on(project, found[name]) for name in sorted(found)}
+    wrong = [text for name, cells in looked.items() for text in differences(project, name, cells)]
     assert found and wrong == []
 
 

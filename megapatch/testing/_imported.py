@@ -37,7 +37,7 @@ os.environ.clear()
 os.environ.update(environment)
 exec(first)
 from megapatch.testing._imported import serve
-serve(listener, alive)
+serve(listener, alive, then)
 """
 
 _servers: collections.OrderedDict[tuple[Any, ...], _Server] = collections.OrderedDict()
@@ -47,7 +47,7 @@ class _Server(forkserver.ForkServer):
     """One of multiprocessing's servers that is a child of another one."""
 
     # The names with an underscore are private (seen in CPython 3.10 to 3.13).
-    def __init__(self, environment: Mapping[str, str], first: str) -> None:
+    def __init__(self, environment: Mapping[str, str], first: str, then: str) -> None:
         super().__init__()
         ensure_server()
         self._forkserver_address: Any = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
@@ -55,10 +55,10 @@ class _Server(forkserver.ForkServer):
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self._forkserver_address)
             listener.listen()
-            names = {"environment": dict(environment), "first": first, "listener": listener, "alive": theirs}
+            names = {"environment": dict(environment), "first": first, "then": then}
             # A daemon, so that the caller does not wait for it when it exits.
             self.process = multiprocessing.get_context("forkserver").Process(
-                target=exec, args=(_START, names), daemon=True
+                target=exec, args=(_START, {**names, "listener": listener, "alive": theirs}), daemon=True
             )
             with nothing_of_the_caller():
                 self.process.start()
@@ -77,17 +77,20 @@ class _Server(forkserver.ForkServer):
             os.unlink(self._forkserver_address)
 
 
-def forked_with(environment: Mapping[str, str], first: str = "") -> contextlib.AbstractContextManager[Any]:
+def forked_with(
+    environment: Mapping[str, str], first: str = "", then: str = ""
+) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which `run_ranks` forks ranks, on CPU, from a server with the settings in `environment`.
 
     Args:
         environment: all variables of the ranks. Those that begin with MEGAPATCH_ tell servers apart.
         first: source text that the server executes before all else.
+        then: source text that it executes when it has imported Megatron.
     """
     if sys.version_info >= (3, 14):  # its servers ask for a key
         return contextlib.nullcontext()
-    key = (first, *sorted(item for item in environment.items() if item[0].startswith("MEGAPATCH_")))
-    server = _servers.pop(key, None) or _Server(environment, first)
+    key = (first, then, *sorted(item for item in environment.items() if item[0].startswith("MEGAPATCH_")))
+    server = _servers.pop(key, None) or _Server(environment, first, then)
     _servers[key] = server
     while len(_servers) > _MOST:
         _servers.popitem(last=False)[1].close()
@@ -99,7 +102,7 @@ def close_servers() -> None:
         _servers.popitem()[1].close()
 
 
-def serve(listener: socket.socket, alive: Connection) -> None:
+def serve(listener: socket.socket, alive: Connection, then: str) -> None:
     """In the server, import Megatron as a rank would, and fork ranks until the caller has gone."""
     import torch
     import torch.distributed
@@ -114,4 +117,5 @@ def serve(listener: socket.socket, alive: Connection) -> None:
     for name in _MODULES:
         with contextlib.suppress(BaseException):  # each rank meets the same error, and says so
             importlib.import_module(name)
+    exec(then, {})
     forkserver.main(listener.detach(), alive.fileno(), [])

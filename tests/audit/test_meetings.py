@@ -16,11 +16,12 @@ import pytest
 import torch
 from rigs.audit import running_audit
 from rigs.cells import AUDITED
+from rigs.imported import after_megatron, run_with_megatron
 from rigs.megatron.options import UNPATCHED, Log
 
 from megapatch.audit import _participants
 from megapatch.audit._participants import Participants, _meet, _settle
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 dist = torch.distributed
 YES = "yes"
@@ -103,7 +104,7 @@ def steps(rank, world_size):
 
 
 def test_a_step_takes_one_meeting_for_all_kinds_of_groups():
-    for taken, said in run_ranks(
+    for taken, said in run_with_megatron(
         steps, 2, setup=waiting_briefly, env={**UNPATCHED, **AUDITED, "MEGAPATCH_AUDIT": "raise"}
     ):
         assert not said
@@ -111,6 +112,7 @@ def test_a_step_takes_one_meeting_for_all_kinds_of_groups():
         assert min(taken[1:]) >= 2 and max(taken[1:]) <= 3
 
 
+@after_megatron
 def waiting_briefly():
     _participants._PATIENCE = timedelta(seconds=3)
 
@@ -128,7 +130,7 @@ def untrained_stage(rank, world_size):
 @pytest.mark.parametrize("audit", ["1", "raise"])
 def test_a_rank_that_has_nothing_to_compare_comes_all_the_same(audit):
     env = {**UNPATCHED, **AUDITED, "MEGAPATCH_AUDIT": audit}
-    assert run_ranks(untrained_stage, 2, setup=waiting_briefly, env=env) == [(0, []), (1, [])]
+    assert run_with_megatron(untrained_stage, 2, setup=waiting_briefly, env=env) == [(0, []), (1, [])]
 
 
 # ------------------------------------------------------------------------ one answer for all

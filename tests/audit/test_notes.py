@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 from rigs.audit import idle_audit, running_audit
 from rigs.cells import AUDITED, RAISING, run_cells
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED
 from rigs.mistakes.table import MISTAKES
 
@@ -16,7 +17,7 @@ from megapatch import audit
 from megapatch.audit._findings import Ledger
 from megapatch.audit._report import rules_of
 from megapatch.audit._settings import bad_values
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 ACCEPT = "MEGAPATCH_AUDIT_ACCEPT"
 
@@ -131,7 +132,7 @@ def own_loop(rank, world_size):
 
 def test_a_rule_that_had_nothing_to_look_at_is_not_said_to_be_kept():
     twice = ("reduced-once", "fresh-gradients", "gradients-used", "gradients-dropped", "gradients-arrive")
-    for kept in run_ranks(own_loop, 2, env={**UNPATCHED, **AUDITED}):
+    for kept in run_with_megatron(own_loop, 2, env={**UNPATCHED, **AUDITED}):
         assert kept == {**dict.fromkeys((*twice, "stepped-once", "ranks-agree"), 2), "kept-between-steps": 1}
 
 
@@ -147,6 +148,6 @@ def started_late(rank, world_size):
 
 
 def test_gradients_of_a_model_that_was_wrapped_before_are_not_watched():
-    for blind in run_ranks(started_late, 2, env=UNPATCHED):
+    for blind in run_with_megatron(started_late, 2, env=UNPATCHED):
         assert blind["fresh-gradients"] == "no steps with gradients"
         assert {"reduced-once", "main-params-agree", "scaled-once", "unscaled-once"} <= blind.keys()

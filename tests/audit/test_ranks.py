@@ -12,18 +12,19 @@ import pytest
 import torch
 from rigs.audit import part_of, running_audit
 from rigs.cells import AUDITED
-from rigs.imported import run_with_megatron
+from rigs.imported import after_megatron, run_with_megatron
 from rigs.megatron.options import UNPATCHED, Log
 
 from megapatch import MisuseError, apply, audit
 from megapatch._verify.operations import Operations
 from megapatch.audit import _participants, _ranks_agree
 from megapatch.errors import AuditError
-from megapatch.testing import destroy_parallel, init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import destroy_parallel, init_parallel, tiny_gpt
 
 PATIENCE = 1.2
 
 
+@after_megatron
 def impatient():
     _participants._PATIENCE = timedelta(seconds=PATIENCE)
 
@@ -41,7 +42,7 @@ def trained(rank, world_size):
 
 def test_ranks_are_not_compared_where_one_is_not_audited():
     env = {**UNPATCHED, **AUDITED}
-    (said, parameters), (nothing, others) = run_ranks(trained, 2, setup=impatient, env=env)
+    (said, parameters), (nothing, others) = run_with_megatron(trained, 2, setup=impatient, env=env)
     assert len(said) == 1 and not nothing
     assert all((parameters[name] == others[name]).all() for name in parameters)
 
@@ -81,7 +82,7 @@ def skipping(rank, world_size):
 @pytest.mark.thorough
 def test_a_rank_that_skips_a_step_meets_no_collective_of_the_audit():
     plain = run_with_megatron(skipping, 2, env=UNPATCHED)
-    audited = run_ranks(skipping, 2, setup=impatient, env={**UNPATCHED, **AUDITED})
+    audited = run_with_megatron(skipping, 2, setup=impatient, env={**UNPATCHED, **AUDITED})
     for (_, expected), (said, parameters) in zip(plain, audited, strict=True):
         assert "one of them has not come to this optimizer step" in said[0] and len(said) == 1
         assert all((parameters[name] == expected[name]).all() for name in parameters)
@@ -103,7 +104,9 @@ def training_apart(rank, world_size):
 
 
 def test_uneven_ranks_are_waited_for_once():
-    (waited, found), (_, nothing) = run_ranks(training_apart, 2, setup=impatient, env={**UNPATCHED, **AUDITED})
+    (waited, found), (_, nothing) = run_with_megatron(
+        training_apart, 2, setup=impatient, env={**UNPATCHED, **AUDITED}
+    )
     assert waited < 1.5 * PATIENCE and not found and not nothing
 
 

@@ -15,6 +15,7 @@ import pytest
 from rigs.audit import idle_audit
 from rigs.cells import AUDITED
 from rigs.command import run
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import GRADS, UNPATCHED, Interrupted, Log, raising_half_way
 from rigs.mistakes.table import MISTAKES
 
@@ -178,7 +179,7 @@ def _source(where):
 
 
 def test_findings_that_are_made_later_name_the_line_of_their_event():
-    for named in run_ranks(lines_of, 2, "", env={**UNPATCHED, **AUDITED}):
+    for named in run_with_megatron(lines_of, 2, "", env={**UNPATCHED, **AUDITED}):
         assert named["stages-differ"] == "model_parallel_cuda_manual_seed(1)"
         assert named["ranks-agree"] == "model.train_step(step)"
         if "hooks-balanced" in named:
@@ -217,7 +218,7 @@ def missing_here(rank, world_size):
 
 
 def test_a_patch_is_named_where_it_is_needed_and_not_in_place():
-    ((name, before, after, others),) = run_ranks(missing_here, 1)
+    ((name, before, after, others),) = run_with_megatron(missing_here, 1)
     assert before == () and others == ()
     assert [repair.name for repair in after] == [name]
     assert after[0].reason.startswith("restored in this process")

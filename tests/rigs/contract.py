@@ -28,7 +28,6 @@ from megapatch._python.dotted import find
 from megapatch._python.finding import find_module
 from rigs.chosen import chosen
 from rigs.imported import run_with_megatron
-from rigs.megatron.options import UNPATCHED
 from rigs.renames import assert_renames_are_seen
 from rigs.said import said
 
@@ -36,19 +35,18 @@ from rigs.said import said
 ALONE = {"MEGAPATCH_DISABLE": "*", "MEGAPATCH_ONLY": "", "MEGAPATCH_STRICT": "", "MEGAPATCH_AUDIT": ""}
 
 
-def check_family(patches, scenarios, setup, monkeypatch, **env):
+def check_family(patches, scenarios, setup, **env):
     """Check that each of a family's patches has its scenario, and keeps the contract with these variables set.
 
     And that no name of the framework's that a patch looks at can change unseen.
     """
     assert scenarios.keys() == set(patches)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert_renames_are_seen(patches[0].family, at_least=6 * len(patches), setup=setup, env={**env, **UNPATCHED})
-    check_contract(scenarios, setup)
+    options = {"setup": setup, "imports": modules_of(patches), "env": {**ALONE, **env}}
+    assert_renames_are_seen(patches[0].family, at_least=6 * len(patches), **options)
+    check_contract(scenarios, **options)
 
 
-def check_contract(scenarios, setup=None, verified=()):
+def check_contract(scenarios, *, verified=(), **options):
     """Check that patches keep the contract.
 
     - the defect shows without the patch, if the diagnosis says that it is needed, and not with it
@@ -59,12 +57,12 @@ def check_contract(scenarios, setup=None, verified=()):
 
     Args:
         scenarios: by patch.
-        setup: of the ranks.
         verified: names of the patches whose defect `megapatch verify` shows by the same scenario.
+        options: of `run_with_megatron`.
     """
 
     def in_a_rank(function, *args):
-        (found,) = run_with_megatron(function, 1, *args, setup=setup, env=ALONE)
+        (found,) = run_with_megatron(function, 1, *args, **{"env": ALONE, **options})
         return found
 
     scenarios = {patch: scenarios[patch] for patch in chosen(scenarios)}
@@ -76,10 +74,13 @@ def check_contract(scenarios, setup=None, verified=()):
     assert not problems, "the contract is broken:\n" + "\n".join(problems)
 
 
+def modules_of(patches):
+    return tuple(dict.fromkeys(site.module for patch in patches for site in patch.sites))
+
+
 def import_targets(patches):
-    for name in dict.fromkeys(site.module for patch in patches for site in patch.sites):
-        if find_module(name) is not None:
-            importlib.import_module(name)
+    for name in filter(find_module, modules_of(patches)):
+        importlib.import_module(name)
 
 
 def error_of(scenario):

@@ -25,8 +25,8 @@ from unittest import mock
 from megapatch._python.dotted import find
 from megapatch.patch import ABSENT, FIXED, NEEDED
 from megapatch.patches._catalogue import CATALOGUE, of_name
-from megapatch.testing import run_ranks
 from rigs.chosen import all_are_chosen, chosen
+from rigs.imported import run_with_megatron
 
 BESIDE = ("megapatch.patches.", "megapatch._mcore.")
 """Where the modules are that a patch is made of."""
@@ -35,7 +35,7 @@ BESIDE = ("megapatch.patches.", "megapatch._mcore.")
 def assert_renames_are_seen(family, at_least, **options):
     """Fail if a renamed name ends as "not needed", or if fewer renames than that could be tried."""
     names = chosen(CATALOGUE[family], name=str)
-    ((tried, unseen),) = run_ranks(_unseen_renames, 1, names, **options)
+    ((tried, unseen),) = run_with_megatron(_unseen_renames, 1, names, **options)
     assert not unseen, "\n".join(unseen)
     assert tried >= (at_least if all_are_chosen() else 1), tried
 

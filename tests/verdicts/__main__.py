@@ -18,7 +18,6 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from process_state import table as process_state
@@ -52,17 +51,16 @@ def main() -> int:
     there = [one for one in wanted if all(name in folders for name in (str(one), *one.beside))]
     verdicts = table.read(options.file.read_text()) if options.file.exists() else {}
     failed = []
-    with ThreadPoolExecutor(2) as pool:
-        for release, looked in [(one, pool.submit(_look, one, folders)) for one in there]:
-            try:
-                for site, cell in looked.result().items():
-                    verdicts.setdefault(site, {})[release.name] = cell
-                print(f"looked at {release}", flush=True)
-            except CouldNotLook as error:
-                failed.append(f"could not look at {release}: {error}")
-                for site, cells in verdicts.items():  # a gap is found by the check; what was said may be wrong now
-                    if table.project_of(site[1]) == release.project:
-                        cells.pop(release.name, None)
+    for release in there:
+        try:
+            for site, cell in _look(release, folders).items():
+                verdicts.setdefault(site, {})[release.name] = cell
+            print(f"looked at {release}", flush=True)
+        except CouldNotLook as error:
+            failed.append(f"could not look at {release}: {error}")
+            for site, cells in verdicts.items():  # a gap is found by the check; what was said may be wrong now
+                if table.project_of(site[1]) == release.project:
+                    cells.pop(release.name, None)
     print("\n".join([f"not looked at: {one}" for one in wanted if one not in there] + failed))
     text = table.write(verdicts, PATCHES, wanted)
     options.file.write_text(text)

@@ -1,22 +1,16 @@
-"""Asks the diagnoses of one project's sites about the release on the path, in this process, which is for it alone.
+"""Asks the diagnoses of one project's sites about a release, in a rank, which is for it alone.
 
-    python -m verdicts.look PROJECT
-
-prints JSON: ``cells``, by patch and module, and ``errors``: what could not be looked at, or cannot be watched by
-the audit. CUDA has stubs, and what the projects import of others has stand-ins of the tests' rigs. No diagnosis
-looks at those.
+``cells`` are by patch and module; ``errors`` say what could not be looked at, or cannot be watched by the audit.
+CUDA has stubs, and what the projects import of others has stand-ins of the tests' rigs. No diagnosis looks at
+those.
 """
 
-import contextlib
 import importlib
-import json
-import os
 import sys
 from pathlib import Path
 
 import megapatch
 from megapatch._python.finding import find_module
-from megapatch.testing import install_cuda_stubs
 
 from .releases import project_of
 
@@ -102,18 +96,11 @@ def _find_nemo_rl():
     sys.meta_path.insert(0, stand_ins.StandIns(others, make))
 
 
-def main(project):
-    with contextlib.redirect_stdout(sys.stderr):  # what modules print when they are imported
-        install_cuda_stubs()
-        cells, errors = [], lacks(project)
-        if not errors:
-            find(project)
-            megapatch.audit.start()
-            cells, errors = look(project)
-    print(json.dumps({"cells": cells, "errors": errors}))
-    sys.stdout.flush()
-    os._exit(0)  # none of the projects' threads and handlers
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+def cells_and_errors(rank, world_size, project, folders):
+    """(cells, errors) of the project in these folders, in a rank that has imported nothing of it."""
+    sys.path[:0] = folders
+    if errors := lacks(project):
+        return [], errors
+    find(project)
+    megapatch.audit.start()
+    return look(project)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megapatch.testing import RanksFailed, run_ranks
+
+from .look import cells_and_errors
 from .table import Cell
 
-TESTS = Path(__file__).parent.parent
 _FOLDER_IN = {
     "slime": "SLIME_CHECKOUT",
     "miles": "SLIME_CHECKOUT",
@@ -38,23 +37,15 @@ def verdicts_on(
 
     Raises CouldNotLook when a module cannot be imported, or a diagnosis fails.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPATCH_")}
-    folders = [str(one) for one in (*((folder,) if folder else ()), *beside, TESTS)]
-    environment["PYTHONPATH"] = os.pathsep.join([*folders, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment["PYTHONWARNINGS"] = "ignore"
+    environment = {name: "" for name in os.environ if name.startswith("MEGAPATCH_")}
     if folder and project in _FOLDER_IN:
         environment[_FOLDER_IN[project]] = str(folder)
-    looked = subprocess.run(
-        [sys.executable, "-m", "verdicts.look", project],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if looked.returncode:
-        raise CouldNotLook(f"{project} in {folder or 'this environment'}: {looked.stderr.strip()[-2000:]}")
-    told = json.loads(looked.stdout)
-    if told["errors"]:
-        raise CouldNotLook(f"{project} in {folder or 'this environment'}: {'; '.join(told['errors'])}")
-    return {(patch, module): Cell(verdict, reason) for patch, module, verdict, reason in told["cells"]}
+    folders = [str(one) for one in (*((folder,) if folder else ()), *beside)]
+    where = f"{project} in {folder or 'this environment'}"
+    try:
+        ((cells, errors),) = run_ranks(cells_and_errors, 1, project, folders, env=environment, timeout=300)
+    except RanksFailed as failed:
+        raise CouldNotLook(f"{where}: {str(failed)[-2000:]}") from None
+    if errors:
+        raise CouldNotLook(f"{where}: {'; '.join(errors)}")
+    return {(patch, module): Cell(verdict, reason) for patch, module, verdict, reason in cells}

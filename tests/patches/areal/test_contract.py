@@ -102,5 +102,5 @@ SCENARIOS = {
 
 
 @pytest.mark.every_patch("areal")
-def test_the_contract_is_kept(monkeypatch):
-    check_family(of_family("areal"), SCENARIOS, find_areal, monkeypatch, AREAL_RELEASE=RELEASES[-1].folder)
+def test_the_contract_is_kept():
+    check_family(of_family("areal"), SCENARIOS, find_areal, AREAL_RELEASE=RELEASES[-1].folder)

@@ -30,5 +30,5 @@ SCENARIOS = {overflow_is_skipped.PATCH: skipped_step, train_reentry.PATCH: secon
 
 
 @pytest.mark.every_patch("ms_swift")
-def test_the_contract_is_kept(monkeypatch):
-    check_family(of_family("ms_swift"), SCENARIOS, find_swift, monkeypatch, SWIFT_RELEASE=RELEASES[-1].folder)
+def test_the_contract_is_kept():
+    check_family(of_family("ms_swift"), SCENARIOS, find_swift, SWIFT_RELEASE=RELEASES[-1].folder)

@@ -7,9 +7,9 @@ import importlib
 import pytest
 from patches.nemo_rl.test_gathered_when_read import refitting_worker, sent_by
 from patches.nemo_rl.test_train_after_exception import failing_in_loss
-from rigs.contract import check_contract
+from rigs.contract import ALONE, check_contract, modules_of
 from rigs.megatron.gathers import OVERLAP
-from rigs.megatron.options import BOTH, UNPATCHED, Interrupted, attempt
+from rigs.megatron.options import BOTH, Interrupted, attempt
 from rigs.nemo_rl.dtensor import SECOND, WORKERS, find_workers
 from rigs.nemo_rl.worker import GPT, SHAPES, batch, nll_loss, worker_for
 from rigs.renames import assert_renames_are_seen
@@ -186,17 +186,21 @@ OF_MAIN = {forward_pre_hook_after_split.PATCH, abort_resets_rerun.PATCH}
 """The others are held to it on a release's shape, where there is no checkout with all it has."""
 
 
+def in_shape(shape):
+    """Return options of `run_with_megatron`."""
+    env = {**ALONE, "NEMO_RL_SHAPE": shape}
+    return {"setup": find_workers, "imports": modules_of(of_family("nemo_rl")), "env": env}
+
+
 @pytest.mark.every_patch("nemo_rl")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_renamed_name_is_not_taken_for_a_repair(shape):
-    env = {**UNPATCHED, "NEMO_RL_SHAPE": shape}
-    assert_renames_are_seen("nemo_rl", at_least=30, setup=find_workers, env=env)
+    assert_renames_are_seen("nemo_rl", at_least=30, **in_shape(shape))
 
 
 @pytest.mark.every_patch("nemo_rl")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_contract_is_kept(shape, monkeypatch):
-    monkeypatch.setenv("NEMO_RL_SHAPE", shape)
+def test_the_contract_is_kept(shape):
     assert SCENARIOS.keys() == set(of_family("nemo_rl"))
     chosen = {"main": OF_MAIN, "release": SCENARIOS.keys() - OF_MAIN}.get(shape, SCENARIOS.keys())
-    check_contract({loadable(patch): SCENARIOS[patch] for patch in chosen}, find_workers)
+    check_contract({loadable(patch): SCENARIOS[patch] for patch in chosen}, **in_shape(shape))

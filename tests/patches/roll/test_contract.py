@@ -33,5 +33,5 @@ SCENARIOS = {grad_scale.PATCH: hook, overflow_is_skipped.PATCH: skipped_step}
 
 
 @pytest.mark.every_patch("roll")
-def test_the_contract_is_kept(monkeypatch):
-    check_family(of_family("roll"), SCENARIOS, find_roll, monkeypatch)
+def test_the_contract_is_kept():
+    check_family(of_family("roll"), SCENARIOS, find_roll)

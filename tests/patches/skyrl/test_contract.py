@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.contract import check_contract, check_family
+from rigs.contract import ALONE, check_contract, check_family
 from rigs.megatron.gathers import OVERLAP, Collectives
 from rigs.skyrl.engines import BroadcastFailed, Engines, trainer_for
 from rigs.skyrl.releases import RELEASES, Release, find_skyrl, needs_skyrl
@@ -150,8 +150,8 @@ CHOSEN = [
 
 @pytest.mark.every_patch("skyrl")
 @pytest.mark.parametrize("release", CHOSEN, ids=lambda one: one.name)
-def test_the_contract_is_kept(release, monkeypatch):
-    check_family(PATCHES, SCENARIOS, find_skyrl, monkeypatch, SKYRL_RELEASE=release.folder)
+def test_the_contract_is_kept(release):
+    check_family(PATCHES, SCENARIOS, find_skyrl, SKYRL_RELEASE=release.folder)
 
 
 WITH_ADAPTERS = [one for one in RELEASES if one.has("workers/megatron/adapter_store")][-1:]
@@ -159,6 +159,6 @@ WITH_ADAPTERS = [one for one in RELEASES if one.has("workers/megatron/adapter_st
 
 @pytest.mark.every_patch("skyrl")
 @pytest.mark.parametrize("release", WITH_ADAPTERS, ids=lambda one: one.name)
-def test_the_contract_is_kept_where_there_are_adapters(release, monkeypatch):
-    monkeypatch.setenv("SKYRL_RELEASE", release.folder)
-    check_contract({skyrl.adapters_own_state.PATCH: restored_slot}, find_skyrl)
+def test_the_contract_is_kept_where_there_are_adapters(release):
+    env = {**ALONE, "SKYRL_RELEASE": release.folder}
+    check_contract({skyrl.adapters_own_state.PATCH: restored_slot}, setup=find_skyrl, env=env)

@@ -92,5 +92,5 @@ SCENARIOS = {
 
 
 @pytest.mark.every_patch("verl")
-def test_the_contract_is_kept(monkeypatch):
-    check_family(of_family("verl"), SCENARIOS, find_verl, monkeypatch, VERL_RELEASE=ENGINES[-1].folder)
+def test_the_contract_is_kept():
+    check_family(of_family("verl"), SCENARIOS, find_verl, VERL_RELEASE=ENGINES[-1].folder)
