@@ -16,8 +16,12 @@ from rigs.imported import run_with_megatron
 from rigs.megatron.options import needs_training
 
 from megapatch.patch import unpatched
-from megapatch.patches.megatron._tracked_checkpoint_of_bridge import diagnose_tracker, save_a_copy_of_the_counters
-from megapatch.patches.megatron.tracked_checkpoint_stays import PATCH, REMOVE, diagnose
+from megapatch.patches.megatron._tracked_checkpoint_of_bridge import (
+    OWN,
+    diagnose_tracker,
+    save_a_copy_of_the_counters,
+)
+from megapatch.patches.megatron.tracked_checkpoint_stays import PATCH, REMOVE, TRACKER, diagnose
 
 REMOVES = f"""
 def get_checkpoint_tracker_filename(checkpoints_path): ...
@@ -51,7 +55,7 @@ SOURCES = {
             "train_state_finalize_fn",
         ),
         "it is in another file": (
-            SAVES.replace("tracker_filename", "train_state_global_filename"),
+            SAVES.replace("tracker_filename", OWN),
             "unsupported",
             "Bridge's own",
         ),
@@ -60,6 +64,14 @@ SOURCES = {
             "unknown",
             "train_state",
         ),
+        "it is in both files": (
+            SAVES.replace("tracker_filename", OWN).replace(
+                "    train_state =", f"    {TRACKER}()\n    train_state =", 1
+            ),
+            "unknown",
+            "to write the tracker",
+        ),
+        "it takes other counters": (SAVES.replace("(state", "(states"), "unknown", "parameter state"),
         "there is no save": (NOTHING, "unknown", "save_checkpoint"),
     },
 }
