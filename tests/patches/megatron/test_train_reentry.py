@@ -328,18 +328,25 @@ def interrupted_everywhere(rank, world_size, options, rerun_mode):
     return found
 
 
+ALONE = {"MEGAPATCH_ONLY": "megatron.train-reentry"}
+
+
 @pytest.mark.parametrize(
-    ("options", "rerun_mode"),
+    ("options", "rerun_mode", "env"),
     [
-        pytest.param(BOTH, "disabled", id="both", marks=pytest.mark.nightly),
-        pytest.param({**BOTH, "align_param_gather": True}, "validate_results", id="both aligned, validating"),
+        pytest.param(BOTH, "disabled", {}, id="both", marks=pytest.mark.nightly),
+        pytest.param({**BOTH, "align_param_gather": True}, "validate_results", {}, id="both aligned, validating"),
         pytest.param(
-            {**ADAM, **GRADS, "use_distributed_optimizer": True}, "disabled", id="grads", marks=pytest.mark.nightly
+            {**ADAM, **GRADS, "use_distributed_optimizer": True},
+            "disabled",
+            ALONE,
+            id="grads",
+            marks=pytest.mark.nightly,
         ),
     ],
 )
-def test_the_next_call_goes_on_with_the_right_numbers(reference, options, rerun_mode):
-    by_rank = run_with_megatron(interrupted_everywhere, 2, options, rerun_mode)
+def test_the_next_call_goes_on_with_the_right_numbers(reference, options, rerun_mode, env):
+    by_rank = run_with_megatron(interrupted_everywhere, 2, options, rerun_mode, env=env)
     for place in by_rank[0]:
         for left, *_ in (found[place] for found in by_rank):
             assert left == {"state": "NOT_RUNNING_YET", "mode": rerun_mode, "timer": True, "hooks": True}, place
