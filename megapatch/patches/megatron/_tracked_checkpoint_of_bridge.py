@@ -47,7 +47,7 @@ def save_a_copy_of_the_counters(save_checkpoint: Callable[..., Any]) -> Callable
     def patched_save_checkpoint(*args: Any, **kwargs: Any) -> Any:
         state = arguments_of(signature, args, kwargs).get("state")
         counters = find(state, COUNTERS)
-        if not is_needed or counters is None or not find(state, "cfg.checkpoint.async_save"):
+        if not is_needed or not find(state, "cfg.checkpoint.async_save"):
             return save_checkpoint(*args, **kwargs)
         state.train_state = copied = copy.copy(counters)
         try:

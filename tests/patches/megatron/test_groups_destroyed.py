@@ -208,17 +208,18 @@ def test_a_call_that_a_rank_makes_alone_and_that_raises_is_not_met(patched):
 
 
 def test_globals_are_put_back_once_and_only_those_that_the_layout_has_set(monkeypatch):
-    state = SimpleNamespace(own=0, theirs=0, added_to=[0], as_before=[])
+    state = SimpleNamespace(own=0, theirs=0, added_to=[0], table={0: 0}, as_before=[])
     monkeypatch.setitem(sys.modules, PARALLEL_STATE, state)
-    names = compile("own, theirs, added_to, as_before, gone", "initialize_model_parallel", "exec")
+    names = compile("own, theirs, added_to, table, as_before, gone", "initialize_model_parallel", "exec")
     layout, before = groups_destroyed._Layout(), groups_destroyed._globals_of(FunctionType(names, {}))()
     state.own = state.theirs = 1
     state.added_to.append(1)
+    state.table[1] = 1
     layout.end([], before)
     state.theirs = 2
     state.as_before.append(3)
     layout._reset(vars(state))
-    assert vars(state) == {"own": 0, "theirs": 2, "added_to": [0], "as_before": [3]}
+    assert vars(state) == {"own": 0, "theirs": 2, "added_to": [0], "table": {0: 0}, "as_before": [3]}
     state.own = 1
     layout._reset(vars(state))
     assert state.own == 1

@@ -12,7 +12,7 @@ from rigs.cells import cells_of
 from rigs.diagnosed_code import made_up, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.offloading import OFFLOADS, offloading, offloading_gpt
-from rigs.megatron.options import UNPATCHED, attempt, quick_writer
+from rigs.megatron.options import UNPATCHED, Interrupted, attempt, quick_writer
 from rigs.megatron.save import minor
 
 from megapatch.testing import init_parallel, tiny_gpt
@@ -257,11 +257,11 @@ def test_each_parameter_has_a_step_of_its_own_where_torch_counts(kind, is_own):
     from megapatch.patches.megatron.load_offloaded_state import give_each_its_step, set_all_but_the_step
 
     def sharded_state_dict(self, is_loading=False):
-        raise LookupError  # a load that fails once it is prepared
+        raise Interrupted  # a load that fails once it is prepared
 
     for is_loading in (True, False):
         optimizer = SimpleNamespace(optimizer=with_one_step(kind, torch.tensor(2.0)))
-        with pytest.raises(LookupError):
+        with pytest.raises(Interrupted):
             give_each_its_step(sharded_state_dict)(optimizer, is_loading=is_loading)
         first, second = steps_of(optimizer.optimizer)
         assert (first is not second) is (is_own and is_loading) and first == second == 2

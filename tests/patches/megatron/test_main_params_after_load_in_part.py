@@ -119,6 +119,10 @@ class Load(SimpleNamespace):
 
 
 RESTORE, LEND = Load(line="restores.py:1", restores=True), Load(line="lends.py:1", restores=False)
+LEND_THERE = Load(line="restores.py:1", restores=False)
+
+
+FINER = 2 + 2**-10
 
 
 def half(*values):
@@ -126,18 +130,20 @@ def half(*values):
 
 
 class Optimizer(SimpleNamespace):
-    """As Float16OptimizerWithFloat16Params: parameters whose weights are 1, with main parameters of 2."""
+    """As Float16OptimizerWithFloat16Params: parameters whose weights are 1, with main parameters of 2.
+
+    The second copy that it steps rounds to its main parameter, as of a precision-aware optimizer.
+    """
 
     def __init__(self, *loads, copies=0):
         self.parameters = [half(1) for _ in loads]
-        self.mains = [torch.full((1,), 2.0) for _ in loads]
-        self.copies = [torch.full((1,), 3.0) for _ in range(copies)]
+        self.mains = [half(2) for _ in loads]
+        self.copies = [torch.full((1,), value) for value in (3.0, FINER)[:copies]]
         super().__init__(
             float16_groups=[self.parameters],
             fp32_from_float16_groups=[self.mains],
             shard_float16_groups=[],
             model_float16_groups=[self.parameters],
-            model_fp32_groups=[],
             optimizer=SimpleNamespace(param_to_inner_param=dict(zip(self.mains, self.copies, strict=False))),
         )
         self.loads = {id(parameter): load for parameter, load in zip(self.parameters, loads, strict=True)}
@@ -153,9 +159,11 @@ class Optimizer(SimpleNamespace):
         ((RESTORE, None), 0, [1, 2], ["restores"]),
         ((RESTORE, LEND), 0, [1, 2], ["restores", "lends"]),
         ((LEND, None), 0, [2, 2], ["lends"]),
-        ((None, None), 2, [2, 2, 3, 3], []),
-        ((RESTORE, None), 2, [1, 2, 1, 2], ["restores"]),
-        ((LEND, None), 2, [2, 2, 3, 3], ["lends"]),
+        ((RESTORE, LEND_THERE), 0, [1, 2], ["restores", "restores"]),
+        ((None, None), 2, [2, 2, 3, FINER], []),
+        ((RESTORE, None), 2, [1, 2, 1, FINER], ["restores"]),
+        ((None, RESTORE), 2, [2, 1, 2, 1], ["restores"]),
+        ((LEND, None), 2, [2, 2, 3, FINER], ["lends"]),
     ],
 )
 def test_main_parameters_and_copies_follow_what_restores_and_nothing_else(loads, copies, expected, said, request):
@@ -169,9 +177,10 @@ def test_main_parameters_and_copies_follow_what_restores_and_nothing_else(loads,
     assert [text.partition(".py:1")[0].rpartition(" ")[2] for text in log.texts] == said  # once a line
 
 
-def test_weights_that_a_framework_has_offloaded_are_not_compared():
+@pytest.mark.parametrize("offloaded", ["parameters", "mains"])
+def test_weights_that_a_framework_has_offloaded_are_not_compared(offloaded):
     optimizer = Optimizer(RESTORE)
-    optimizer.mains[0].untyped_storage().resize_(0)
+    getattr(optimizer, offloaded)[0].untyped_storage().resize_(0)
     assert agree([optimizer], lambda parameter, optimizer: RESTORE) is False
 
 
@@ -182,11 +191,11 @@ class Quantized(torch.Tensor):
 @pytest.mark.parametrize(
     ("data", "held", "expected"),
     [
-        (half(1, 2), torch.tensor([5.0]), [5.0]),
-        (half(1, 2), torch.tensor([5.0], dtype=torch.float16), None),
-        (half(1, 2), torch.tensor([5], dtype=torch.int32), None),
-        (half(1, 2), None, None),
-        (half(1, 2).as_subclass(Quantized), torch.tensor([5.0]), "left out"),
+        (half(1, 2, 3), torch.tensor([5.0]), [5.0]),
+        (half(1, 2, 3), torch.tensor([5.0], dtype=torch.float16), None),
+        (half(1, 2, 3), torch.tensor([5], dtype=torch.int32), None),
+        (half(1, 2, 3), None, None),
+        (half(1, 2, 3).as_subclass(Quantized), torch.tensor([5.0]), "left out"),
     ],
     ids=["fp32", "fp16", "int32", "none yet", "quantized"],
 )

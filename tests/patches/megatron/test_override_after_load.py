@@ -1,6 +1,7 @@
 """megatron.override-after-load: the learning rate of a resumed run, on the real optimizers, 2 ranks."""
 
 import copy
+import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,9 +10,15 @@ from rigs.cells import cells_of
 from rigs.megatron.options import UNPATCHED, attempt, linear_schedule
 from rigs.megatron.save import minor
 from rigs.megatron.shapes import set_two_rates
+from rigs.said import said
 
 from megapatch.patches.megatron._param_groups import GROUPS
-from megapatch.patches.megatron._rates_of_groups import _with_rates_of_groups, with_rates_of_each
+from megapatch.patches.megatron._rates_of_groups import (
+    MORE,
+    _with_rates_of_groups,
+    keys_with_rates,
+    with_rates_of_each,
+)
 from megapatch.patches.megatron.override_after_load import _group
 from megapatch.testing import init_parallel, tiny_gpt
 
@@ -123,5 +130,37 @@ def test_groups_that_differ_in_their_rates_alone_are_loaded_as_before():
 
 
 def test_a_rate_that_the_runs_own_group_leaves_to_its_scheduler_is_not_the_checkpoints():
-    (group,) = _with_rates_of_groups([_group()], {GROUPS: [_group(max_lr=1.0, start_wd=1.0)]})[GROUPS]
-    assert group == _group()
+    saved = _group(max_lr=1.0, min_lr=1.0, start_wd=1.0, end_wd=1.0)
+    assert _with_rates_of_groups([_group()], {GROUPS: [saved]})[GROUPS] == [_group()]
+
+
+KEYS = ("wd_mult",)
+
+
+def groups(*rates, name="max_lr", **more):
+    return [{"wd_mult": 1.0, "max_lr": 1.0, "min_lr": 0.0, **more, name: rate} for rate in rates]
+
+
+@pytest.mark.parametrize(
+    ("own", "saved", "more"),
+    [
+        (groups(0.0, 1.0, name="wd_mult", max_lr=2.0), groups(0.0, 1.0, name="wd_mult"), ()),
+        (groups(1.0, 2.0), groups(1.0, 2.0), ("max_lr",)),
+        (groups(0.0, 0.1, name="min_lr"), groups(0.0, 0.1, name="min_lr"), ("max_lr", "min_lr")),
+        (
+            groups(True, False, name="default_config", max_lr=3.0),
+            groups(True, False, name="default_config"),
+            MORE[:1],
+        ),
+        (groups(1.0, 2.0, default_config=True), groups(1.0, 2.0), ("max_lr",)),
+        (groups(1.0, 2.0), groups(1.0, 2.0, default_config=True), ("max_lr",)),
+        (groups(1.0, default_config=True), groups(1.0, 2.0, default_config=True), MORE),
+        (groups(1.0, 3.0), groups(1.0, 2.0), None),
+    ],
+)
+def test_groups_are_told_apart_by_no_more_than_it_takes_to_find_the_runs(own, saved, more):
+    for state in ({GROUPS: saved}, {"optimizer": {GROUPS: saved}}):
+        with said("megapatch", logging.WARNING) as lines:
+            assert keys_with_rates(KEYS, own, state) == KEYS + (more or ())
+        assert ["[1.0, 2.0] and [1.0, 3.0]" in line for line in lines] == [True] * (more is None)
+    assert keys_with_rates(KEYS, own, {"scaler": 1}) == keys_with_rates(KEYS, own, 7) == KEYS

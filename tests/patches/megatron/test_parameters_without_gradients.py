@@ -133,6 +133,9 @@ def found_apart(rank, world_size):
     yield "all-reduced", all_reduced
     yield "started twice", started_twice
     yield "overlap", partial(early_starts, "on one rank only")
+    init_parallel(ep=2)
+    experts, late = {"experts": 2}, "from the second step on"
+    yield "experts", partial(pair, {**GRADS, **experts}, partial(trained, experts, late), late)
 
 
 def pair(overlapping, expected, case, cut=None, last=False, frozen=None):
@@ -234,6 +237,11 @@ def test_in_pieces_of_a_train_step(of_ranks, name, last):
         assert_same(*found[name, "in turns", last])
 
 
+def test_experts_that_get_no_gradient_are_reduced_too(apart):
+    for found in apart:
+        assert_same(*found["experts"])
+
+
 def test_a_first_step_that_nothing_zeroes_before(apart):
     """Up to 0.15 it needs the chunk to have been lined up when it was made."""
     for found in apart:
@@ -315,6 +323,9 @@ class Group:
         self.order.append(self.name)
 
 
+FIRST_STEP = {"is_first_batch": True}
+
+
 @pytest.mark.parametrize(
     ("kinds", "calls", "expected"),
     [
@@ -324,10 +335,12 @@ class Group:
         ({}, ["b", "finish b", "a", "all"], ["", "b", "a", ""]),
         ({}, ["a", "finish a", "b", "all"], ["a", "", "b", ""]),
         ({}, ["a", "b", "finish a", "a", "all"], ["a", "b", "", "a", ""]),
-        ({}, ["a", "b", "finish a", "finish b", "b", "a"], ["a", "b", "", "", "", "ab"]),
+        (FIRST_STEP, ["a", "b", "finish a", "finish b", "b", "a", "a"], ["a", "b", "", "", "", "ab", ""]),
+        ({}, ["finish b", "a", "b", "finish a", "b"], ["", "a", "b", "", "b"]),
+        ({}, ["b", "zero", "a", "b"], ["", "", "a", "b"]),
         ({}, ["a", "a"], ["a", "a"]),
         ({"is_first_batch": False}, ["a", "a"], ["a", "a"]),
-        ({"is_first_batch": True}, ["a", "b", "a", "finish a", "a"], ["a", "b", "", "", "a"]),
+        (FIRST_STEP, ["a", "b", "a", "finish a", "a"], ["a", "b", "", "", "a"]),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, list) else "",
 )
@@ -342,6 +355,8 @@ def test_groups_start_in_their_order_unless_by_hand(kinds, calls, expected, monk
             for group in groups.values():
                 monkeypatch.setattr(group, "start_grad_sync", partial(line.start, group, Group.start_grad_sync))
             line.start_all({})
+        elif name == "zero":
+            line.begin()
         elif how == "finish":
             with line.finishing(groups[name]):
                 pass
@@ -356,7 +371,7 @@ def test_a_partly_frozen_group_that_gets_its_gradients_is_started_at_once(monkey
     monkeypatch.setattr(parameters_without_gradients, "_in_backward_pass", lambda: True)
     order = []
     first, second = groups = [Group("first", order, is_frozen=True), Group("second", order)]
-    line = Line(groups)
+    line = Line([Group("of a chunk that is gone", order), *groups])
     for group in (second, first):
         line.start(group, Group.start_grad_sync)
     assert order == ["second", "first"]

@@ -16,8 +16,13 @@ from rigs.imported import run_with_megatron
 from rigs.megatron.options import needs_training
 
 from megapatch.patch import unpatched
-from megapatch.patches.megatron._tracked_checkpoint_of_bridge import diagnose_tracker, save_a_copy_of_the_counters
-from megapatch.patches.megatron.tracked_checkpoint_stays import PATCH, REMOVE, diagnose
+from megapatch.patches.megatron import tracked_checkpoint_stays
+from megapatch.patches.megatron._tracked_checkpoint_of_bridge import (
+    OWN,
+    diagnose_tracker,
+    save_a_copy_of_the_counters,
+)
+from megapatch.patches.megatron.tracked_checkpoint_stays import PATCH, REMOVE, TRACKER, diagnose, keep_the_tracked
 
 REMOVES = f"""
 def get_checkpoint_tracker_filename(checkpoints_path): ...
@@ -51,7 +56,7 @@ SOURCES = {
             "train_state_finalize_fn",
         ),
         "it is in another file": (
-            SAVES.replace("tracker_filename", "train_state_global_filename"),
+            SAVES.replace("tracker_filename", OWN),
             "unsupported",
             "Bridge's own",
         ),
@@ -60,6 +65,14 @@ SOURCES = {
             "unknown",
             "train_state",
         ),
+        "it is in both files": (
+            SAVES.replace("tracker_filename", OWN).replace(
+                "    train_state =", f"    {TRACKER}()\n    train_state =", 1
+            ),
+            "unknown",
+            "to write the tracker",
+        ),
+        "it takes other counters": (SAVES.replace("(state", "(states"), "unknown", "parameter state"),
         "there is no save": (NOTHING, "unknown", "save_checkpoint"),
     },
 }
@@ -88,7 +101,7 @@ def left(rank, world_size, folder, cases):
             if gone:
                 (folder / f"iter_{int(step):07}").rmdir()
         before = threading.enumerate()
-        function(str(folder), leave_ckpt_num=keep, do_async=do_async)
+        function(folder if do_async else str(folder), leave_ckpt_num=keep, do_async=do_async)
         for thread in {*threading.enumerate()}.difference(before):
             thread.join()
         return sorted(int(found.name[5:]) for found in folder.glob("iter_*"))
@@ -107,7 +120,7 @@ def test_the_tracked_checkpoint_and_newer_ones_stay(tmp_path):
         ("2", 1): ([3], [2, 3]),  # 3 is being written
         ("1", 2): ([2, 3], [1, 2, 3]),
         ("3", 1): ([3], [3]),
-        ("1", 0): ([1, 2, 3], [1, 2, 3]),  # upstream's: removes nothing
+        ("2", 0): ([1, 2, 3], [1, 2, 3]),  # upstream's: removes nothing
         ("release", 1): ([3], [3]),
         ("4", 1): ([3], [3]),  # of a later step, which has no folder
         ("0", 1): ([3], [1, 2, 3]),  # of an earlier one, which is gone
@@ -118,6 +131,12 @@ def test_the_tracked_checkpoint_and_newer_ones_stay(tmp_path):
     }
     both = {(*case, do_async): result for case, result in expected.items() for do_async in (False, True)}
     assert run_with_megatron(left, 1, tmp_path, list(expected)) == [both]
+
+
+def test_only_the_rank_that_removes_looks_for_the_tracked_checkpoint(monkeypatch):
+    monkeypatch.setattr(tracked_checkpoint_stays, "place", lambda: (1, 2))
+    remove = keep_the_tracked(lambda save_dir, leave_ckpt_num: leave_ckpt_num)  # this module names no tracker
+    assert remove("folder", 1) == 1
 
 
 SYNCHRONOUS = SimpleNamespace(checkpoint=SimpleNamespace(async_save=False))
