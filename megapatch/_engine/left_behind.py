@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import CellType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -63,15 +63,19 @@ def _out_of_reach(originals: Sequence[Any], ours: Collection[int]) -> dict[int, 
     """
     wanted, sought = {id(original) for original in originals}, tuple(originals)
     found: dict[int, list[str]] = {}
-    for holder in gc.get_referrers(*sought):
-        if holder is sought or holder is originals or id(holder) in ours or isinstance(holder, FrameType):
-            continue
+    there = [
+        holder
+        for holder in gc.get_referrers(*sought)
+        if not (holder is sought or holder is originals or id(holder) in ours or isinstance(holder, FrameType))
+    ]
+    named = holders.find(there)
+    for holder in there:
         for held in {id(referent) for referent in gc.get_referents(holder)} & wanted:
-            found.setdefault(held, []).append(_describe(holder))
+            found.setdefault(held, []).append(_describe(holder, named))
     return found
 
 
-def _describe(holder: Any) -> str:
+def _describe(holder: Any, named: Mapping[int, Sequence[holders.Holder]]) -> str:
     if isinstance(holder, MethodType):
         return f"a bound method of a {type(holder.__self__).__qualname__}"
     if isinstance(holder, functools.partial):
@@ -85,12 +89,11 @@ def _describe(holder: Any) -> str:
             if getattr(function, "__closure__", None) is closure
         }
         return f"a closure ({', '.join(sorted(users)) or 'of a running function'})"
-    return f"a {type(holder).__qualname__}{_name_of(holder)}"
+    return f"a {type(holder).__qualname__}{_name_of(holder, named.get(id(holder), ()))}"
 
 
-def _name_of(container: Any) -> str:
+def _name_of(container: Any, names: Sequence[holders.Holder]) -> str:
     """Name its owner in parentheses: a module's name for it, or the class or object that it belongs to."""
-    names = holders.find([container]).get(id(container))
     if names:
         return f" ({names[0].where})"
     for owner in gc.get_referrers(container):
