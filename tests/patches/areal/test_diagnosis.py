@@ -114,4 +114,14 @@ SOURCES = {
         "saves: gathers": (MANAGER.format(GATHERS), "fixed", "gathers"),
     },
 }
-test_the_verdict = each_source(SOURCES)
+NAMES = {
+    "scale: by hand": "MegatronEngine SimpleNamespace __init__ dtype finalize_model_grads_func "
+    "forward_backward_batch get_loss_scale get_model_config initialize model optimizer train_batch types",
+    "loads: as it saves": "but args kwargs",
+    "seed: one": "MegatronEngine SimpleNamespace create_process_group model_parallel_cuda_manual_seed "
+    "own_global_group seed tensor_parallel types",
+    "sync: at the end": "MegatronEngine SimpleNamespace _update_bucket_weights_from_distributed "
+    "_update_weights_from_disk _update_weights_from_distributed acquire continue_generation engine_lock "
+    "pause_generation release types update_weights",
+}
+test_the_verdict = each_source(SOURCES, NAMES)

@@ -99,7 +99,13 @@ SOURCES = {
         "save: does not": (SAVE.format(body="self.checkpoint_config"), "needed", "not gathered"),
     },
 }
-test_the_verdict = each_source(SOURCES)
+NAMES = {
+    "engine: raises": "but norm successful",
+    "seed: one for all": "model_parallel_cuda_manual_seed seed set_random_seed",
+    "load: by option": "but path",
+    "sync: no finally": "but abort_replicas function",
+}
+test_the_verdict = each_source(SOURCES, NAMES)
 
 
 @pytest.mark.parametrize(("overrides", "loads"), [(Mock(), False), (False, False), (True, True)])
