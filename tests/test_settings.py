@@ -136,10 +136,12 @@ def test_switches(variable):
         "": False,
         "0": False,
         " no ": False,
+        "false": False,
         "OFF": False,
         "1": True,
         "True": True,
         "yes": True,
+        "on": True,
     }.items():
         settings = Settings.from_environment({f"MEGAPATCH_{variable}": value})
         assert (getattr(settings, variable.lower()), complaints(settings, NAMES)) == (on, [])

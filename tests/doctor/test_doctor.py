@@ -234,6 +234,9 @@ def test_a_report_has_nothing_that_is_not_known_to_be_fine(secret, monkeypatch):
             (Status.PENDING, f"cannot be imported: Odd: {secret}"),
             (Status.REFUSED, reason_of(TimeoutExpired(secret, 1))),
             (Status.REFUSED, reason_of(KeyError(secret))),
+            (Status.REFUSED, reason_of(AttributeError(f"module 'a.b' has no attribute 'c': {secret}"))),
+            (Status.FAILED, f"NameError: name 'x' is not defined. {secret}"),
+            (Status.FAILED, f"AttributeError: 'X' object has no attribute 'y'. {secret}"),
         )
     ]
     patches = tuple(
@@ -256,6 +259,9 @@ def test_a_report_has_nothing_that_is_not_known_to_be_fine(secret, monkeypatch):
     assert "\n      doctor/test_doctor.py:7 in f\n" in text
     assert "    cannot be imported: Odd\n" in text and "MEGAPATCH_TOKEN is set and means nothing" in text
     assert "    expected f() to run on a stand-in; it raises TimeoutExpired\n" in text
+    assert "raises AttributeError: module 'a.b' has no attribute 'c'\n" in text  # names are no values
+    assert "    NameError: name 'x' is not defined\n" in text
+    assert "    AttributeError: 'X' object has no attribute 'y'\n" in text
 
 
 def test_a_report_has_the_words_of_settings_that_megapatch_knows(monkeypatch):

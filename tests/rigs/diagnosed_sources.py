@@ -58,8 +58,9 @@ def assert_verdict_of_source(source_case, modules):
     for expected in filter(None, names):
         others = {*re.findall(r"[A-Za-z_]\w+", source)} - {*keyword.kwlist, *dir(builtins), "self"}
         needed = {name for name in others if _kind_without(name, source_case, modules) != kind}
-        first, *more = expected.split()
-        assert (others - needed if first == "but" else needed) == ({*more} if first == "but" else {first, *more})
+        but, named = expected.startswith("but "), {*expected.removeprefix("but ").split()}
+        found = others - needed if but else needed
+        assert found == named, found ^ named
 
 
 def _kind_without(name, source_case, modules):
