@@ -11,6 +11,7 @@ from rigs.streaming.world import Fault, World, failing_after, raised
 
 from megapatch import MegapatchError
 from megapatch.streaming import EmptyStepError, StreamingConfig, TrainPump
+from megapatch.streaming._calls import MicrobatchQueue, perform
 
 CALLS = ["changes", "samples", "claim", "prepare", "begin", "microbatch", "finish", "clear"]
 PLACES = [f"{when} {call}" for call in CALLS for when in ("before", "after")]
@@ -275,3 +276,23 @@ async def test_a_cancellation_is_raised_also_after_a_microbatch_failed():
     await asyncio.sleep(20)
     task.cancel()
     assert isinstance(await task, asyncio.CancelledError)
+
+
+async def test_the_failure_of_a_later_call_is_found_behind_one_that_went_well():
+    async def calls(trainer, method, data, unless):
+        if data == "bad":
+            raise ZeroDivisionError
+
+    queue = MicrobatchQueue(calls, None)
+    queue.put("good")
+    queue.put("bad")
+    await asyncio.sleep(1)
+    assert isinstance(queue.failure, ZeroDivisionError)
+
+
+async def test_a_remote_method_needs_no_thread():
+    class Method:
+        async def remote(self, *args):
+            return args
+
+    assert await perform(Method(), "data", thread=object(), data=True) == ("data",)
