@@ -10,8 +10,9 @@ import pytest
 from rigs.streaming.world import Fault, World, failing_after, raised
 
 from megapatch import MegapatchError
+from megapatch.errors import MisuseError
 from megapatch.streaming import EmptyStepError, StreamingConfig, TrainPump
-from megapatch.streaming._calls import MicrobatchQueue, perform
+from megapatch.streaming._calls import MicrobatchQueue, SequentialCalls, Timer, Watchdog, perform
 
 CALLS = ["changes", "samples", "claim", "prepare", "begin", "microbatch", "finish", "clear"]
 PLACES = [f"{when} {call}" for call in CALLS for when in ("before", "after")]
@@ -296,3 +297,14 @@ async def test_a_remote_method_needs_no_thread():
             return args
 
     assert await perform(Method(), "data", thread=object(), data=True) == ("data",)
+
+
+async def test_data_of_a_trainers_call_is_not_looked_into():
+    class Refreshing:
+        async def prepare_logprobs(self):
+            return [print, lambda: None]
+
+    calls = SequentialCalls(Timer(), Watchdog())
+    assert len(await calls(Refreshing(), "prepare_logprobs", data=True)) == 2
+    with pytest.raises(MisuseError, match="in which nothing may have run"):
+        await calls(Refreshing(), "prepare_logprobs")
