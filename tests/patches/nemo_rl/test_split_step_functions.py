@@ -126,6 +126,25 @@ def test_metrics_of_experts_are_means_over_microbatches(experts, microbatches, s
     assert split._expert_metrics(made, Bare(get_moe_metrics=lambda **given: {})) == {}
 
 
+@pytest.mark.parametrize(
+    ("count", "result", "norm", "called"),
+    [
+        (3.0, Bare(succeeded=True, grad_norm=2.0), 2.0, [("finish", 8), "hooks"]),
+        (3.0, Bare(succeeded=False, grad_norm=None), 0.0, [("finish", 8)]),
+        (0.0, None, 0.0, ["abort", ("schedule", 8)]),
+    ],
+)
+def test_hooks_are_put_back_after_a_step_that_was_taken(monkeypatch, count, result, norm, called):
+    calls = []
+    monkeypatch.setattr(megatron, "put_hooks_back", lambda worker: calls.append("hooks"))
+    step = Bare(
+        finish=lambda increment: calls.append(("finish", increment)) or result, abort=lambda: calls.append("abort")
+    )
+    scheduler = Bare(step=lambda increment: calls.append(("schedule", increment)))
+    split = megatron.MegatronSplitStep(step, BY_TOKENS, gbs=8, mbs=1, expected_count=1.0)
+    assert (split._step(Bare(scheduler=scheduler), count), calls) == (norm, called)
+
+
 @pytest.mark.parametrize("draft", [None, {"enabled": True}, {"enabled": False}])
 def test_what_train_would_pass_on(draft):
     cfg = {"megatron_cfg": {"use_linear_ce_fusion_loss": 1}, **({"draft": draft} if draft else {})}
@@ -215,7 +234,8 @@ def samples(size):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     rows = torch.arange(1, size + 1)
-    return module.BatchedDataDict(input_ids=rows[:, None] * torch.ones(3), sample_mask=rows.float(), other=rows)
+    tokens = rows[:, None] * torch.ones(3)
+    return module.BatchedDataDict(input_ids=tokens, token_mask=tokens, sample_mask=rows.float(), other=rows)
 
 
 @pytest.mark.parametrize(("passes", "more"), [(2, []), (3, [1, 1])])
@@ -243,10 +263,8 @@ def test_bins_are_repeated_likewise(missing):
 
 def test_a_batch_without_a_microbatch_has_a_row():
     found = dtensor._empty_batch(samples(2))
-    assert {name: values.tolist() for name, values in found.items()} == {
-        "input_ids": [[1] * 3],
-        "sample_mask": [1],
-    }
+    row = {"input_ids": [[1] * 3], "sample_mask": [1], "token_mask": [[1] * 3]}
+    assert {name: values.tolist() for name, values in found.items()} == row
     assert (found.micro_batch_indices, found.micro_batch_lengths, found.elem_counts_per_gb) == ([[]], [[0]], [0])
 
 
