@@ -84,7 +84,7 @@ DECLARED = {"is_oob_ratio": Bare(name="TOKENS"), "mean": Bare(name="SEQUENCES"),
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [  # each metric was divided by 64; 16 tokens and 4 sequences count
-        (Bare(), {"loss": 4, "sampling_importance_ratio": 4}),
+        (Bare(), {"loss": 4, "sampling_importance_ratio": 4, "own": 4}),
         (BY_TOKENS, {"loss": 4, "sampling_importance_ratio": 4}),
         (BY_SEQUENCES, {"loss": 16, "sampling_importance_ratio": 4}),
         (Bare(sequence_level_importance_ratios=True), {"loss": 4, "sampling_importance_ratio": 16}),
