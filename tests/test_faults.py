@@ -227,6 +227,25 @@ def test_an_import_that_is_interrupted_leaves_the_next_one_watched(modules, monk
     assert k > 150
 
 
+def test_an_interrupted_search_leaves_none_of_several_sites_patched(modules, monkeypatch):
+    names = [modules.write(TARGET), modules.write(TARGET, stem="other")]
+    targets = [importlib.import_module(name) for name in names]
+    patching = make_engine(
+        *(make_patch(name, name=f"test.{label}") for name, label in zip(names, "ab", strict=True))
+    )
+
+    def interrupted(held):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(site_record, "find_holders", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        patching.activate()
+    monkeypatch.undo()
+    assert [target.greet("you") for target in targets] == ["hello you"] * 2
+    patching.apply()
+    assert [target.greet("you") for target in targets] == ["hello you!"] * 2
+
+
 def test_a_diagnosis_that_imports_another_target_installs_once(modules):
     other, name = modules.write(TARGET, stem="other"), modules.write(TARGET)
 

@@ -183,6 +183,17 @@ def test_the_command_line_has_reports_of_its_own(fake_megatron):
     assert "applied" not in run("doctor", path=fake_megatron(with_torch)).stderr
 
 
+def test_nothing_is_said_of_a_problem_either(capsys, monkeypatch):
+    log = logging.getLogger("nobody's")
+    monkeypatch.setattr(log, "disabled", True)
+    for hushed in (False, True):
+        sign = first_sign.FirstSign(log, quiet=False)
+        if hushed:
+            sign.hush()
+        sign.not_in_place("a problem")
+        assert ("a problem" in capsys.readouterr().err) != hushed
+
+
 def test_it_fits_into_a_line(monkeypatch, capsys):
     monkeypatch.setattr(first_sign, "__version__", "0.10.10+g9c2b1f9.changed")
     first_sign.FirstSign(logging.getLogger("nobody's"), quiet=False).applied()

@@ -79,6 +79,9 @@ class Late(Greeter):
 class Actor(Late):
     __ray_actor_class__ = Late
     greet = traced(Greeter.greet)
+
+class Idle(Greeter):
+    __ray_actor_class__ = Greeter
 """
 
 

@@ -254,6 +254,15 @@ def test_it_finds_nothing_while_it_stands_in_front(modules):
     assert front_finder.find_spec(modules.write("")) is None
 
 
+def test_a_module_of_ours_begins_no_late_look():
+    """The look imports some, and holds locks meanwhile."""
+    finder, looks = type(front_finder)(), []
+    finder.on_missed, finder._may_have_missed = lambda: looks.append("look"), True
+    for name, looked in {"megapatch.patches.late": 0, "another": 1, "later": 1}.items():
+        finder.note_loaded(name, types.ModuleType(name))
+        assert len(looks) == looked
+
+
 def test_before_activation_nothing_is_missed(monkeypatch):
     monkeypatch.setitem(sys.modules, name := "megapatch_test_by_hand", types.ModuleType(name))
     engine = make_engine(make_patch(name))

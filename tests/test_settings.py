@@ -85,6 +85,7 @@ def test_patches_by_a_property():
         assert complaints(settings, NAMES) == []
         assert settings.why_disabled("megatron.too", changes_numbers=False) == kept
         assert settings.why_disabled("megatron.too") == changing
+        assert settings.switched_off("megatron.too") is None
 
 
 def test_an_unknown_property_is_said_with_the_known_one():
@@ -136,13 +137,16 @@ def test_switches(variable):
         "": False,
         "0": False,
         " no ": False,
+        "false": False,
         "OFF": False,
         "1": True,
         "True": True,
         "yes": True,
+        "on": True,
     }.items():
         settings = Settings.from_environment({f"MEGAPATCH_{variable}": value})
         assert (getattr(settings, variable.lower()), complaints(settings, NAMES)) == (on, [])
+        assert (settings.is_off(f"MEGAPATCH_{variable}"), settings.is_off("MEGAPATCH_ONLY")) == (not on, False)
     settings = Settings.from_environment({f"MEGAPATCH_{variable}": "perhaps"})
     assert getattr(settings, variable.lower())
     neither = "1, 0 nor raise" if variable == "AUDIT" else "1 nor 0"

@@ -208,3 +208,15 @@ def test_a_source_tree_and_a_build_without_git_have_the_version_of_the_next_tag(
     assert f'default-version = "{number}+unknown"' in configuration
     assert f'default-tag = "v{number}"' in configuration
     assert (Path(__file__).parent.parent / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {number} ")
+
+
+@pytest.mark.parametrize(
+    ("found", "before"),
+    [("0.16.9", True), ("0.17.0rc1", False), ("0.18 (source)", False), ("unknown version", False), (None, False)],
+)
+def test_a_release_is_before_another_where_its_version_is_known(monkeypatch, found, before):
+    asked = []
+    monkeypatch.setattr(_versions, "version_of", lambda *names: asked.append(names) or found)
+    assert _versions.is_before("0.17", "megatron-core", "megatron") is before
+    assert _versions.is_before("0.17", "acme", "acme") is before
+    assert asked == [("megatron-core", "megatron.core"), ("acme", "acme")]

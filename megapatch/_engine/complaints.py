@@ -66,7 +66,7 @@ def unknown_variables(environment: Iterable[str]) -> list[str]:
             near = difflib.get_close_matches(name.upper().removeprefix("MEGAPATCH").strip("_"), known, n=1)
         else:
             ending = next(ending for ending in known if name.upper().endswith(f"_{ending}"))
-            beginning = name.upper().removesuffix(f"_{ending}").replace("_", "")
+            beginning = name.upper().removesuffix(f"_{ending}")
             near = [ending] if difflib.SequenceMatcher(None, beginning, "MEGAPATCH").ratio() > 0.8 else []
         if near or begins_alike:
             meant = f"did you mean {PREFIX}{near[0]}?" if near else f"known are {PREFIX}{{{','.join(known)}}}"

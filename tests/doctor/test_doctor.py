@@ -20,6 +20,7 @@ from megapatch._engine.advice import ISSUE_TRACKER
 from megapatch._reporting.report import PatchReport, Report, SiteReport, make_report
 from megapatch.patch import NotAsExpected, PatchInfo, Status
 from megapatch.patches import PATCHES
+from megapatch.patches._catalogue import RETIRED
 from megapatch.patches._diagnosis import running
 from megapatch.reach._run.site import sitecustomize
 
@@ -234,6 +235,9 @@ def test_a_report_has_nothing_that_is_not_known_to_be_fine(secret, monkeypatch):
             (Status.PENDING, f"cannot be imported: Odd: {secret}"),
             (Status.REFUSED, reason_of(TimeoutExpired(secret, 1))),
             (Status.REFUSED, reason_of(KeyError(secret))),
+            (Status.REFUSED, reason_of(AttributeError(f"module 'a.b' has no attribute 'c': {secret}"))),
+            (Status.FAILED, f"NameError: name 'x' is not defined. {secret}"),
+            (Status.FAILED, f"AttributeError: 'X' object has no attribute 'y'. {secret}"),
         )
     ]
     patches = tuple(
@@ -256,16 +260,25 @@ def test_a_report_has_nothing_that_is_not_known_to_be_fine(secret, monkeypatch):
     assert "\n      doctor/test_doctor.py:7 in f\n" in text
     assert "    cannot be imported: Odd\n" in text and "MEGAPATCH_TOKEN is set and means nothing" in text
     assert "    expected f() to run on a stand-in; it raises TimeoutExpired\n" in text
+    assert "raises AttributeError: module 'a.b' has no attribute 'c'\n" in text  # names are no values
+    assert "    NameError: name 'x' is not defined\n" in text
+    assert "    AttributeError: 'X' object has no attribute 'y'\n" in text
 
 
 def test_a_report_has_the_words_of_settings_that_megapatch_knows(monkeypatch):
-    values = {"DISABLE": "slime.*,megatron.train-reentry", "ONLY": "@same-numbers", "AUDIT": "raise"}
+    monkeypatch.setitem(RETIRED, "megatron.retired", "0.20")
+    values = {
+        "DISABLE": "slime.*,megatron.train-reentry,megatron.retired",
+        "ONLY": "@same-numbers",
+        "AUDIT": "raise",
+    }
     values |= {"AUDIT_ACCEPT": "fresh-counts", "AUDIT_EVERY": "7", "STRICT": "1", "REPORT": "/scratch/r"}
     found = examination.Examination(
         report=make_report([]),
         packages=[
             Package("torch", "2.13.0+cpu", "installed", "", None),
             Package("x", "1 (source)", "", "", "ab" * 20),
+            Package("y", None, "checkout", "", None),
         ],
         settings=[(f"MEGAPATCH_{name}", value, "") for name, value in values.items()],
         reach={},
@@ -276,6 +289,7 @@ def test_a_report_has_the_words_of_settings_that_megapatch_knows(monkeypatch):
     names = [PatchReport(PatchInfo(patch.name, "", None, (), False), nowhere) for patch in PATCHES]
     text = markdown(found._replace(report=found.report._replace(patches=tuple(names))))
     assert "| torch | 2.13.0+cpu | installed | - |" in text and f"| x | 1 (source) |  | {'ab' * 20} |" in text
+    assert "| y | - | checkout | - |" in text
     for name, value in values.items():
         assert f"- `MEGAPATCH_{name}={value if name != 'REPORT' else '(left out)'}`" in text
 

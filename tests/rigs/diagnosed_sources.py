@@ -1,6 +1,9 @@
 """Tables of what diagnoses say of sources that are like the real code. They need neither torch nor Megatron."""
 
+import builtins
 import importlib
+import keyword
+import re
 
 import pytest
 
@@ -28,13 +31,19 @@ def assert_verdicts(found, expected):
         assert text in found[case][1], (case, found[case])
 
 
-def each_source(table):
-    """Return a test of the rows of {diagnosis: {case: (source, verdict, words of the reason)}}."""
-    names = [case for rows in table.values() for case in rows]
-    assert len(names) == len(set(names))
-    cases = [(diagnose, *row) for diagnose, rows in table.items() for row in rows.values()]
+def each_source(table, names=()):
+    """Return a test of the rows of {diagnosis: {case: (source, verdict, words of the reason)}}.
 
-    @pytest.mark.parametrize("source_case", cases, ids=names)
+    Args:
+        names: by case, all names of its source without which there is another verdict; after "but" all others.
+    """
+    ids = [case for rows in table.values() for case in rows]
+    assert len(ids) == len(set(ids))
+    names = dict(names)
+    assert names.keys() <= set(ids)
+    cases = [(diagnose, *row, names.get(case)) for diagnose, rows in table.items() for case, row in rows.items()]
+
+    @pytest.mark.parametrize("source_case", cases, ids=ids)
     def test_the_verdict(source_case, modules):
         assert_verdict_of_source(source_case, modules)
 
@@ -43,6 +52,22 @@ def each_source(table):
 
 def assert_verdict_of_source(source_case, modules):
     """Write the source, import it, and compare what the diagnosis says of it with what the row expects."""
-    diagnose, source, kind, text = source_case
+    diagnose, source, kind, text, *names = source_case
     verdict = verdict_of(diagnose, importlib.import_module(modules.write(source)))
     assert_verdicts({"source": words(verdict)}, {"source": (kind, text)})
+    for expected in filter(None, names):
+        others = {*re.findall(r"[A-Za-z_]\w+", source)} - {*keyword.kwlist, *dir(builtins), "self"}
+        needed = {name for name in others if _kind_without(name, source_case, modules) != kind}
+        but, named = expected.startswith("but "), {*expected.removeprefix("but ").split()}
+        found = others - needed if but else needed
+        assert found == named, found ^ named
+
+
+def _kind_without(name, source_case, modules):
+    """Return the verdict on the source with another name in the place of this one."""
+    diagnose, source, *_ = source_case
+    try:
+        module = importlib.import_module(modules.write(re.sub(rf"\b{name}\b", f"{name}_renamed", source)))
+        return verdict_of(diagnose, module).kind.value
+    except Exception:  # an import of it, or a failed site
+        return None

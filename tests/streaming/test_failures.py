@@ -10,7 +10,9 @@ import pytest
 from rigs.streaming.world import Fault, World, failing_after, raised
 
 from megapatch import MegapatchError
+from megapatch.errors import MisuseError
 from megapatch.streaming import EmptyStepError, StreamingConfig, TrainPump
+from megapatch.streaming._calls import MicrobatchQueue, SequentialCalls, Timer, Watchdog, perform
 
 CALLS = ["changes", "samples", "claim", "prepare", "begin", "microbatch", "finish", "clear"]
 PLACES = [f"{when} {call}" for call in CALLS for when in ("before", "after")]
@@ -275,3 +277,34 @@ async def test_a_cancellation_is_raised_also_after_a_microbatch_failed():
     await asyncio.sleep(20)
     task.cancel()
     assert isinstance(await task, asyncio.CancelledError)
+
+
+async def test_the_failure_of_a_later_call_is_found_behind_one_that_went_well():
+    async def calls(trainer, method, data, unless):
+        if data == "bad":
+            raise ZeroDivisionError
+
+    queue = MicrobatchQueue(calls, None)
+    queue.put("good")
+    queue.put("bad")
+    await asyncio.sleep(1)
+    assert isinstance(queue.failure, ZeroDivisionError)
+
+
+async def test_a_remote_method_needs_no_thread():
+    class Method:
+        async def remote(self, *args):
+            return args
+
+    assert await perform(Method(), "data", thread=object(), data=True) == ("data",)
+
+
+async def test_data_of_a_trainers_call_is_not_looked_into():
+    class Refreshing:
+        async def prepare_logprobs(self):
+            return [print, lambda: None]
+
+    calls = SequentialCalls(Timer(), Watchdog())
+    assert len(await calls(Refreshing(), "prepare_logprobs", data=True)) == 2
+    with pytest.raises(MisuseError, match="in which nothing may have run"):
+        await calls(Refreshing(), "prepare_logprobs")

@@ -89,15 +89,15 @@ async def test_a_group_is_picked_when_the_trainer_has_room_for_it():
 async def test_the_next_group_is_prepared_while_one_is_trained_on():
     async def advantages(data):
         world.calls.append(f"advantages {data[0]}")
-        await asyncio.sleep(5)
+        await asyncio.sleep(1)
         return [f"{data[0]}!"]
 
-    world = await World.of("ab", {"before microbatch": lambda: asyncio.sleep(5)})
+    world = await World.of("abc", {"before microbatch": lambda: asyncio.sleep(5)})
     begun = asyncio.get_running_loop().time()
-    await world.pump(target_prompt_groups_per_step=2, compute_advantages=advantages).step()
-    assert asyncio.get_running_loop().time() - begun == 15
+    await world.pump(target_prompt_groups_per_step=3, compute_advantages=advantages).step()
+    assert asyncio.get_running_loop().time() - begun == 1 + 3 * 5
     assert world.called("advantages", "microbatch") == [
-        *["advantages a", "advantages b", "microbatch a!", "microbatch b!"]
+        *["advantages a", "advantages b", "microbatch a!", "advantages c", "microbatch b!", "microbatch c!"]
     ]
 
 

@@ -45,6 +45,20 @@ async def test_looks_take_a_tenth_of_the_time_where_samples_arrive_one_by_one(mo
     assert 1.0 < loop.time() < 1.3 and 10 < world.calls.count("samples") < 14
 
 
+async def test_groups_of_one_look_are_picked_without_another_wait(monkeypatch):
+    """The look takes 10 ms here."""
+    loop, groups_of = asyncio.get_running_loop(), _supply.Groups
+
+    def taking_its_time(*arguments):
+        loop.now += 0.01
+        return groups_of(*arguments)
+
+    world = await World.of("abc")
+    monkeypatch.setattr(_supply, "Groups", taking_its_time)
+    await world.pump(target_prompt_groups_per_step=3).step()
+    assert loop.time() < 0.05
+
+
 class Exact(RolloutBuffer):
     """Changes only where there is something to change, as a `Buffer` may."""
 

@@ -4,6 +4,7 @@ from rigs.diagnosed_sources import each_source
 
 from megapatch.patches.areal import (
     aux_loss_scale,
+    eval_loss,
     gathered_when_read,
     load_optimizer_state,
     pipeline_seed,
@@ -63,6 +64,12 @@ class MegatronCheckpointManager:
     def load_checkpoint(self, local_path, with_model=True, with_optimizer=True, with_rng=True):
         load_dist_checkpointing(self.generate_state_dict(with_model, with_optimizer, with_rng{says}))
 """
+EVAL = """
+class MegatronEngine:
+    def forward_backward_batch(self, microbatches, process_output_fn): ...
+    def eval_batch(self, losses):
+        self.forward_backward_batch([], lambda loss: losses.append(loss.detach(){copy}))
+"""
 
 
 def engine(**changed):
@@ -77,6 +84,10 @@ SOURCES = {
     aux_loss_scale.diagnose: {
         "scale: by hand": (engine(), "needed", "only AReaL's own loss"),
         "scale: set": (engine(hook="config.grad_scale_func = 1"), "fixed", "sets"),
+    },
+    eval_loss.diagnose: {
+        "eval: as they are": (EVAL.format(copy=""), "needed", "has divided"),
+        "eval: copies": (EVAL.format(copy=".clone()"), "fixed", "keeps copies"),
     },
     load_optimizer_state.diagnose: {
         "loads: as it saves": (LOADS.format(loading="", given="", says=""), "needed", "as a save does"),
@@ -114,4 +125,15 @@ SOURCES = {
         "saves: gathers": (MANAGER.format(GATHERS), "fixed", "gathers"),
     },
 }
-test_the_verdict = each_source(SOURCES)
+NAMES = {
+    "eval: as they are": "but append loss losses microbatches",
+    "scale: by hand": "MegatronEngine SimpleNamespace __init__ dtype finalize_model_grads_func "
+    "forward_backward_batch get_loss_scale get_model_config initialize model optimizer train_batch types",
+    "loads: as it saves": "but args kwargs",
+    "seed: one": "MegatronEngine SimpleNamespace create_process_group model_parallel_cuda_manual_seed "
+    "own_global_group seed tensor_parallel types",
+    "sync: at the end": "MegatronEngine SimpleNamespace _update_bucket_weights_from_distributed "
+    "_update_weights_from_disk _update_weights_from_distributed acquire continue_generation engine_lock "
+    "pause_generation release types update_weights",
+}
+test_the_verdict = each_source(SOURCES, NAMES)

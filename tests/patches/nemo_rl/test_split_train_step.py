@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -73,6 +74,8 @@ def on_one_rank(rank, world_size):
         yield "dropout", with_dropout
         yield "overflow", overflowing
         yield "inference", after_inference
+        yield "memory", memory_let_go
+        yield "nothing", nothing_counts
 
 
 def with_dropout():
@@ -113,6 +116,33 @@ def after_inference():
     return worker.model.inference_params, modules[0]._inference_key_value_memory, resets
 
 
+def nothing_counts():
+    """A step in slices in which no sample counts: the scheduler moves, the parameters stay."""
+
+    def masked(data):
+        data["sample_mask"] = data["sample_mask"] * 0
+        return data
+
+    model = tiny_gpt(**GPT)
+    worker, before = worker_for(model), model.parameters()
+    told = in_slices((4, 4), masked)(worker, 0, LOSSES["nll"]())
+    found = float(told["grad_norm"]), float(told["global_loss"]), worker.scheduler.num_steps
+    return *found, before, model.parameters()
+
+
+def memory_let_go():
+    """By level of the setting, how often memory is let go: in a step of two calls, and then at its end."""
+    found = []
+    for level in (0, 1, 2):
+        worker = worker_for(tiny_gpt(**GPT), {"megatron_cfg": {"empty_unused_memory_level": level}})
+        with mock.patch("torch.cuda.empty_cache") as let_go:
+            in_slices((4, 4), between=lambda worker, let_go=let_go: found.append(let_go.call_count))(
+                worker, 0, LOSSES["nll"]()
+            )
+        found.append(let_go.call_count)
+    return found
+
+
 @pytest.fixture(scope="module", params=OURS)
 def alone(request):
     (found,) = run_cells(on_one_rank, 1, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": request.param})
@@ -135,3 +165,13 @@ def test_the_scheduler_steps_after_an_overflow(alone):
 
 def test_what_inference_has_left_is_dropped_as_in_train(alone):
     assert alone["inference"] == (None, None, ["reset"])
+
+
+def test_a_step_in_which_nothing_counts_leaves_parameters(alone):
+    *told, before, after = alone["nothing"]
+    assert told == [0.0, 0.0, SIZE]
+    assert_same_parameters(after, before)
+
+
+def test_memory_is_let_go_as_the_setting_says(alone):
+    assert alone["memory"] == [0, 0, 0, 1, 2, 2, 1, 2, 3]

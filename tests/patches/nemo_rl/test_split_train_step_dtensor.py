@@ -57,12 +57,13 @@ def logprobs(worker):
 
 
 def counted(take_step, passes):
-    """Take a step, and see that the model makes that many passes in it."""
+    """Take a step, and see that the model makes that many passes in it, and keeps no gradient."""
 
     def step(worker, *args):
         before = worker.model.calls
         told = take_step(worker, *args)
         assert worker.model.calls - before == passes
+        assert all(one.grad is None for one in worker.model.parameters())
         return told
 
     return step

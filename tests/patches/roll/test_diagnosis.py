@@ -39,4 +39,9 @@ SOURCES = {
         "overflow: accepted": (strategy(otherwise=""), "fixed", "accepts"),
     },
 }
-test_the_verdict = each_source(SOURCES)
+NAMES = {
+    "scale: unset": "MegatronTrainStrategy finalize_model_grads_func initialize models_wrapped optimizer",
+    "overflow: raises": "MegatronTrainStrategy fp16 initialize megatron_train_args models_wrapped optimizer "
+    "scheduler step train_step",
+}
+test_the_verdict = each_source(SOURCES, NAMES)

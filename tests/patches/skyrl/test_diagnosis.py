@@ -165,4 +165,13 @@ SOURCES = {
         ),
     },
 }
-test_the_verdict = each_source(SOURCES)
+NAMES = {
+    "worker: zeroes before": "but data strategy",
+    "wrapper: no scale": "but config model",
+    "strategy: one seed": "but torch",
+    "dispatch: no pause": "WorkerDispatch _inference_engine_client broadcast_to_inference_engines colocate_all "
+    "save_weights_for_sampler",
+    "trainer: no finally": "but _inference_engine_client broadcast policy",
+    "client: set for good": "InferenceEngineClient __init__ generation_paused_event is_set pause_generation",
+}
+test_the_verdict = each_source(SOURCES, NAMES)

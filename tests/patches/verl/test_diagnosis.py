@@ -11,6 +11,7 @@ from megapatch.patches.verl import (
     overflow_is_skipped,
     pipeline_seed,
     schedule_after_load,
+    training_hooks,
     weight_sync_resume,
 )
 
@@ -50,6 +51,16 @@ class MegatronCheckpointManager:
     def load_checkpoint(self, path):
         if {condition}: {body}
 """
+HOOKS = """
+class DDP:
+    def no_sync(self): ...
+def register_megatron_training_hooks(model, optimizer):
+    for chunk in model:
+        if isinstance(chunk, DDP) and chunk.ddp_config.overlap_grad_reduce:
+            {body}
+"""
+ASSERTS = "assert chunk.config.no_sync_func is None"
+SETS = "chunk.config.no_sync_func = [each.no_sync for each in model]"
 OPTION = "use_checkpoint_opt_param_scheduler"
 LOADS = "self.lr_scheduler.load_state_dict(path)"
 FOR_ALL = "model_parallel_cuda_manual_seed(seed)"
@@ -86,6 +97,11 @@ SOURCES = {
         "load: by option": (manager(), "needed", "begins its schedule again"),
         "load: always": (manager(condition="self.lr_scheduler"), "unknown", OPTION),
     },
+    training_hooks.diagnose: {
+        "hooks: once": (HOOKS.format(body=f"{ASSERTS}; {SETS}"), "needed", "the second chunk and at the second"),
+        "hooks: again": (HOOKS.format(body=SETS), "fixed", "several chunks and several calls"),
+        "hooks: none": (HOOKS.format(body="pass"), "unknown", "to set no_sync_func"),
+    },
     weight_sync_resume.diagnose: {
         "sync: no finally": (MANAGER.format(body=RESUME), "needed", "does not resume"),
         "sync: in a comprehension": (MANAGER.format(body=COMPREHENSION), "needed", "does not resume"),
@@ -99,7 +115,14 @@ SOURCES = {
         "save: does not": (SAVE.format(body="self.checkpoint_config"), "needed", "not gathered"),
     },
 }
-test_the_verdict = each_source(SOURCES)
+NAMES = {
+    "hooks: once": "but chunk each no_sync",
+    "engine: raises": "but norm successful",
+    "seed: one for all": "model_parallel_cuda_manual_seed seed set_random_seed",
+    "load: by option": "but path",
+    "sync: no finally": "but abort_replicas function",
+}
+test_the_verdict = each_source(SOURCES, NAMES)
 
 
 @pytest.mark.parametrize(("overrides", "loads"), [(Mock(), False), (False, False), (True, True)])

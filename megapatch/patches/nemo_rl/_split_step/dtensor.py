@@ -57,7 +57,6 @@ class DTensorSplitStep(SplitStep):
                 optimizer=IdleOptimizer(worker.optimizer),
                 scheduler=IdleOptimizer(),
                 max_grad_norm=None,
-                moe_mesh=None,
                 _update_moe_gate_bias_if_supported=lambda: None,
                 **{STATE: None},  # else the guard of an open step would refuse train()
             ):
