@@ -16,6 +16,7 @@ from megapatch.audit._audit import Call, Step
 from megapatch.audit._calls import Calls
 from megapatch.audit._gathered_when_read import GatheredWhenRead
 from megapatch.audit._gradients import Gradients
+from megapatch.audit._hashes import hash_of
 from megapatch.audit._loaded_is_there import LoadedIsThere
 from megapatch.audit._ranks_agree import RanksAgree
 from megapatch.audit._step_begins import StepBegins
@@ -411,6 +412,10 @@ def test_factors_are_looked_for_above_the_losses_of_tokens_only():
     assert factors((losses * scale).mean() * other * learned) == [3.0, 8.0]
     assert factors((other * scale * learned).exp().sum() * scale) == [8.0, 24.0]
     assert factors(None) == factors(torch.ones(1)) == []
+    scaled = (losses * scale).view(2, 2)
+    for change in (scaled / 2, scaled.double(), scaled.transpose(0, 1), scaled.clone(), scaled * mask.view(2, 2)):
+        assert factors(change.exp().sum()) == [], change.grad_fn  # exp() stands for a model
+        assert factors(change.sum()) == [8.0], change.grad_fn
 
 
 # ------------------------------------------------------------------------ ranks, and gathers
@@ -426,8 +431,10 @@ def test_a_seed_that_is_set_again_after_a_step_repeats_what_is_dropped(watching,
     if forgets:
         ranks.forget()
     seed(7)
+    seed(8)
     assert reported(watching) == [("seeded-once", "again")] * is_found
-    assert watching.ledger.judged["seeded-once"] == step
+    assert all("7 is set again, as it was after 0 optimizer" in note.what for note in watching.ledger.notes())
+    assert watching.ledger.judged["seeded-once"] == 2 * step
 
 
 def test_what_is_hashed_of_parameters_that_wait_for_a_gather(watching):
@@ -441,11 +448,11 @@ def test_what_is_hashed_of_parameters_that_wait_for_a_gather(watching):
     assert unhashed() == [0, 0, 0]
     gathers.due.add(chunk.group)
     assert unhashed() == [1, 0, 0]
-    assert ranks._hashes(lists, (8,))[1:, :2].unique(dim=0).shape == (1, 2)
+    assert ranks._hashes(lists, (8,))[1:, :2].tolist() == [hash_of(lists[1], (8,)).tolist()] * 2
     chunk.state.arrivals = 1  # its parameters were used by a forward pass, which gathered them
     assert unhashed() == [0, 0, 0] and gathers.unread() == set()
-    gathers.unread = lambda: [][1]
-    assert unhashed() == [1, 1, 1] and watching.ledger.broken
+    lists.append([None])
+    assert unhashed() == [1, 1, 1, 1] and watching.ledger.broken
 
 
 @pytest.mark.parametrize(
