@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 
@@ -440,6 +441,7 @@ def test_a_seed_that_is_set_again_after_a_step_repeats_what_is_dropped(watching,
 def test_what_is_hashed_of_parameters_that_wait_for_a_gather(watching):
     ranks, gathers = part_of(watching, RanksAgree), part_of(watching, GatheredWhenRead)
     chunk, other = Chunk(), Chunk()
+    chunk.group.buckets.append(Thing(params=[]))
     lists = [[chunk.module.weight], [other.module.weight], [chunk.module.weight, other.module.weight]]
 
     def unhashed():
@@ -453,6 +455,20 @@ def test_what_is_hashed_of_parameters_that_wait_for_a_gather(watching):
     assert unhashed() == [0, 0, 0] and gathers.unread() == set()
     lists.append([None])
     assert unhashed() == [1, 1, 1, 1] and watching.ledger.broken
+
+
+@pytest.mark.parametrize(("overlaps", "succeeds"), [(True, True), (True, False), (False, True)])
+def test_a_step_that_is_not_skipped_leaves_parameters_to_be_gathered(watching, overlaps, succeeds):
+    gathers, waiting, other = part_of(watching, GatheredWhenRead), Chunk(), Chunk()
+    gathers.due.add(waiting.group)
+    gathers._received.add(id(other.module.weight))
+    waiting.ddp_config.overlap_param_gather = other.ddp_config.overlap_param_gather = overlaps
+    step = Step(torch.nn.Module(), [waiting, other])
+    gathers.begin_step(step)
+    step.succeeded = succeeds
+    gathers.end_step(step)
+    assert waiting.group in gathers.due and (other.group in gathers.due) == (overlaps and succeeds)
+    assert watching.ledger.judged["gathered-when-read"] == overlaps and not gathers._received
 
 
 @pytest.mark.parametrize(
@@ -473,9 +489,9 @@ def test_what_is_hashed_of_parameters_that_wait_for_a_gather(watching):
         ("send", "x0", False, "ab"),
     ],
 )
-@pytest.mark.parametrize("is_megatrons", [False, True])
+@pytest.mark.parametrize("called", ["in order", "by name", "by Megatron"])
 def test_a_parameter_that_is_sent_or_received_by_hand(
-    watching, monkeypatch, collective, arguments, is_sent, left, is_megatrons
+    watching, monkeypatch, collective, arguments, is_sent, left, called
 ):
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     gathers, chunks = part_of(watching, GatheredWhenRead), {name: Chunk() for name in "ab"}
@@ -487,13 +503,16 @@ def test_a_parameter_that_is_sent_or_received_by_hand(
         **{name: chunk.module.weight.data for name, chunk in chunks.items()},
     }
     names = list(arguments.replace("[", "").replace("]", ""))
-    output, *others = (values[name] for name in names)
-    watch = watcher_of(gathers, collective)(lambda *args: None)
+    output, other = (values[name] for name in names)
+    output = [output] if "[" in arguments else output
+    watch = watcher_of(gathers, collective)(lambda *args, **options: None)
 
     def send(*_):
-        watch([output] if "[" in arguments else output, *others)
+        watch(output, other)
 
-    if is_megatrons:
+    if called == "by name":
+        watch(**dict(zip(inspect.signature(getattr(dist, collective)).parameters, (output, other), strict=False)))
+    elif called == "by Megatron":
         watcher_of(gathers, "_ParamAndGradBucketGroup.start_param_sync")(send)(Group())
         is_sent, left = False, "ab"
     else:
