@@ -68,6 +68,8 @@ def test_ranks_that_name_other_parameters_share_a_finding():
     many = summarize([report(rank, 99, [found(what=f"rank {rank // 2}")]) for rank in range(99)])
     assert [each["ranks"] for each in many.found[0].sentences] == [[2 * n, 2 * n + 1] for n in range(8)]
     assert "\n  ranks 0-1: rank 0\n" in text(many) and "\n  and 42 more\n" in text(many)
+    (twice,) = summarize([report(0, 1, [found(), found(what="it steps")])]).found
+    assert twice.ranks == twice.first_on == [0] and len(twice.sentences) == 2
 
 
 def test_another_line_kind_or_rule_is_another_finding():
@@ -84,11 +86,19 @@ def test_ranks_that_see_it_in_other_steps():
 def test_events_and_values_that_differ_are_of_their_ranks():
     reports = [report(rank, 4, events=saves(2, 4), digest="e" if rank == 3 else "d") for rank in range(4)]
     reports[2]["events"] = saves(2)
+    for each, loads in zip(reports, (saves(1, count=5), saves(1, count=6), saves(3, count=5)), strict=False):
+        each["events"]["load"] = loads["save"]
+    reports[0]["events"]["load"]["last"] = saves(9)["save"]["first"]
     summary = summarize(reports)
-    assert [(each.kind, each.ranks, each.steps) for each in summary.events] == [
-        ("save", [0, 1, 3], [2, 4]),
-        ("save", [2], [2]),
+    assert [(each.kind, each.ranks, each.times, each.steps) for each in summary.events] == [
+        ("save", [0, 1, 3], 2, [2, 4]),
+        ("save", [2], 1, [2]),
+        ("load", [0], 5, [1, 9]),
+        ("load", [1], 6, [1]),
+        ("load", [2], 5, [3]),
     ]
+    many = _summary.Events("load", [0], 3, [2, 2, 5], [*"abcde"])
+    assert _summary.happened(many) == "load (a, b, c, d): 3 times, after steps 2, 5, on rank 0"
     shown = text(summary)
     assert "\ndigest d on ranks 0-2; e on rank 3\n" in shown
     assert "\nsave: 2 times, after steps 2, 4, on ranks 0-1, 3\n" in shown
@@ -142,7 +152,8 @@ def test_a_whole_text():
         report(1, 2, [other], [bare], rules=[kept, broken], steps=9, ended=False),
     ]
     assert text(summarize(ranks)) == WHOLE.removesuffix("\n")
-    assert "before the end" not in text(summarize(ranks[:1]))
+    assert "\n  patches for known causes that are not\n    in place here: " in texts(summarize(ranks), 40)[0]
+    assert "before the end" not in text(summarize(ranks[:1])) and summarize([*ranks, report(2, 3)]).size == 3
 
 
 def test_the_page_shows_what_is_printed():
@@ -302,6 +313,7 @@ def test_rules_and_keys_of_another_version_are_shown(tmp_path):
     shown = run("audit", str(tmp_path))
     assert shown.returncode == 1
     assert "megapatch 0.1.0 on rank 0; 0.9.0 on rank 1" in shown.stdout and "a-new-rule: rank 1" in shown.stdout
+    assert "kept: resumed (no things)" in shown.stdout
     assert "offload" in page(*read(tmp_path))
 
 
