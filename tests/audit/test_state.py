@@ -219,6 +219,7 @@ def bucket_of(*main_grads):
 def test_a_parameter_that_had_a_gradient_in_one_step_has_had_one():
     state = bucket_of(0.0, 0.0)
     for arrived in ([True, False], [False, True]):
+        assert not state.all_had
         state.arrived[:] = arrived
         state.note_had()
     assert state.had == [True, True] and state.all_had

@@ -183,15 +183,15 @@ def test_an_optimizers_chunks_are_those_that_it_has_or_whose_parameters_it_steps
     parts = [torch.nn.Module() for _ in range(3)]
     whole, alone = torch.nn.Module(), torch.nn.Module()
     whole.chained_optimizers = parts
-    parts[0].model_chunks, parts[0].param_groups = [first, other], []
+    parts[0].model_chunks, parts[0].param_groups = [other, first], []
     parts[1].float16_groups, parts[1].param_groups = [[second.module.weight]], []
     parts[2].param_groups = [{"params": [torch.nn.Parameter(torch.ones(1))]}]
-    alone.param_groups = [{"params": [second.module.weight]}]
+    alone.param_groups = [{"params": [second.module.weight, first.module.weight]}]
     models.add([first, second])
     assert models.stepped_by(whole) == []
     monkeypatch.setitem(sys.modules, MODULE, Thing(DistributedDataParallel=Wrapped))
-    assert models.stepped_by(whole) == [first, second] and models.stepped_by(alone) == [second]
-    assert models.optimizers_of(first) == parts and models.optimizers_of(second) == [*parts, alone]
+    assert models.stepped_by(whole) == models.stepped_by(alone) == [first, second]
+    assert models.optimizers_of(first) == models.optimizers_of(second) == [*parts, alone]
     assert models.optimizers_of(other) == [] and models.stepped_by(whole) is not models.stepped_by(alone)
     parts[0].model_chunks = [other]
     assert models.stepped_by(whole) == [first, second]  # it is known
@@ -219,29 +219,30 @@ def test_over_how_many_ranks_a_bucket_is_reduced(attributes, expected):
 
 def test_gradients_that_arrive_are_counted_until_they_are_used(watching):
     chunk = Chunk()
+    chunk.expert_parallel_buffers = [Thing(grad_data=torch.zeros(1))]
+    assert _chunks.first_buffer(chunk) is chunk.buffer and _chunks.first_buffer(chunk.module) is None
     (state,), numbers = _chunks.states_of(chunk), [_chunks.numbers_of([chunk])]
     assert not _chunks.ever_arrived([chunk])
-    state.arrivals, state.arrived[0], state.reduces, state.late = 2, True, 1, ("late",)
+    state.arrivals, state.arrived[0], state.reduces, state.late, arrived = 2, True, 1, ("late",), state.arrived
     numbers.append(_chunks.numbers_of([chunk]))
-    assert _chunks.ever_arrived([chunk])
+    assert _chunks.ever_arrived([Chunk(), chunk])
     state.reset()
     state.take()
     assert (state.arrivals, state.before, state.arrived, state.reduces, state.late) == (0, 2, [False], 0, None)
     assert _chunks.ever_arrived([chunk]) and _chunks.numbers_of([chunk]) == numbers[1]
-    chunk.buffer.grad_data.add_(1)
-    numbers.append(_chunks.numbers_of([chunk]))
-    assert len(set(map(tuple, numbers))) == 3
-    state.had, state.stepped, state.all_had, state.dropped = [True], True, True, True
-    arrived = state.arrived
+    for buffer in (chunk.buffer, *chunk.expert_parallel_buffers):
+        buffer.grad_data.add_(1)
+        numbers.append(_chunks.numbers_of([chunk]))
+    assert len(set(map(tuple, numbers))) == 4
+    state.arrivals = 1
+    state.take()
+    assert state.before == 3 and state.arrived is arrived  # hooks keep it
+    state.had, state.arrived[0] = [True], True
+    state.stepped = state.all_had = state.dropped = state.excused = True
     state.begin(watching)
-    assert (state.before, state.had, state.stepped, state.all_had, state.dropped) == (
-        0,
-        [False],
-        False,
-        False,
-        False,
-    )
-    assert state.watcher is watching and state.arrived is arrived  # hooks keep it
+    assert state.before == 0 and state.had == [False]
+    assert not (state.stepped or state.all_had or state.dropped or state.excused)
+    assert state.watcher is watching and state.arrived is arrived == [False] and state.had is not arrived
 
 
 # ------------------------------------------------------------------------ gradients
