@@ -57,7 +57,9 @@ def test_microbatches_are_those_of_the_innermost_call_and_a_loss_is_one_number(w
     assert forward(torch.tensor(1.0)) == 0  # of a loop without a schedule
     part.begin_call(outer)
     train(part, chunk, (1.0, 3), trains=False)
-    assert [forward(torch.tensor(1.0)), forward([torch.tensor(1.0)]), forward(torch.ones(2))] == [1, 2, 2]
+    loss = torch.tensor(1.0, requires_grad=True)
+    assert [forward(loss), forward([loss]), forward(torch.ones(2))] == [1, 2, 2]
+    assert not any(each.requires_grad for each in part._trained.get(chunk).losses)
     part.end_call(outer)
     assert forward(torch.tensor(1.0)) == 2
     part.finishing([chunk], torch.tensor(9))
@@ -170,11 +172,14 @@ def test_a_step_on_a_loss_that_is_nan_has_made_weights_nan(watching, loss, succe
     optimizer.optimizer = Thing(param_groups=[{"params": [torch.full((1,), weight)]}])
     watching.models.optimizers_of = lambda chunk: [optimizer]
     train(part, chunk, (loss, 1))
+    watching.ledger.step = 5  # in which nothing is due
     for _ in range(2):
         step = Step(optimizer, [chunk])
         step.succeeded = succeeded
         part.end_step(step)
         watching.ledger.step += 1
+    assert reported(watching) == []
+    part.judge()
     assert reported(watching) == [("tokens-counted", "loss")] * is_wrong
 
 

@@ -87,8 +87,8 @@ def test_ranks_that_see_it_in_other_steps():
 def test_events_and_values_that_differ_are_of_their_ranks():
     reports = [report(rank, 4, events=saves(2, 4), digest="e" if rank == 3 else "d") for rank in range(4)]
     reports[2]["events"] = saves(2)
-    for each, loads in zip(reports, (saves(1, count=5), saves(1, count=6), saves(3, count=5)), strict=False):
-        each["events"]["load"] = loads["save"]
+    for each, step, count in zip(reports, (1, 1, 3, 1), (5, 6, 5, 7), strict=True):
+        each["events"]["load"] = saves(step, count=count)["save"]
     reports[0]["events"]["load"]["last"] = saves(9)["save"]["first"]
     summary = summarize(reports)
     assert [(each.kind, each.ranks, each.times, each.steps) for each in summary.events] == [
@@ -97,6 +97,7 @@ def test_events_and_values_that_differ_are_of_their_ranks():
         ("load", [0], 5, [1, 9]),
         ("load", [1], 6, [1]),
         ("load", [2], 5, [3]),
+        ("load", [3], 7, [1]),
     ]
     many = _summary.Events("load", [0], 3, [2, 2, 5], [*"abcde"])
     assert _summary.happened(many) == "load (a, b, c, d): 3 times, after steps 2, 5, on rank 0"
