@@ -275,12 +275,25 @@ def test_a_gradient_that_comes_after_a_reduce_or_a_step(
     if is_zeroed:
         state.excused = True
         gradients.zeroed(chunk.buffer)
+        assert not (state.excused or state.dropped)
         expected = [pair for pair in expected if pair[1] == "later"]  # a note, at once
     found = Step(torch.nn.Module(), [chunk])
     watching.ledger.has_captured = True
     gradients.begin_step(found)
     kept = [*watching.ledger.findings(), *watching.ledger.notes()]
     assert [(each.rule, each.kind) for each in kept] == expected and not watching.ledger.broken
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_has_gradients_if_one_of_its_chunks_has(watching, size):
+    gradients, chunks = part_of(watching, Gradients), [Chunk(size=size), Chunk(size=size)]
+    arrive(gradients, chunks[0])
+    chunks[0].state.reduces, watching.ledger.has_captured = 1, True
+    step = Step(torch.nn.Module(), chunks)
+    gradients.begin_step(step)
+    assert step.has_gradients and reported(watching) == []
+    rules = ("fresh-gradients", "gradients-used", "gradients-dropped", "gradients-arrive", "stepped-once")
+    assert watching.ledger.judged == {**dict.fromkeys(rules, 1), "reduced-once": size - 1}
 
 
 @pytest.mark.parametrize("handle", [None, object()])
