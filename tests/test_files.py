@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from unittest import mock
 
 import pytest
 
@@ -33,17 +34,19 @@ def test_a_part_is_never_written_through_a_link(tmp_path, monkeypatch):
     path, theirs = files.path_of(tmp_path / "shared", "rank", 0), tmp_path / "theirs"
     path.parent.mkdir()
     theirs.write_text("theirs")
+    (path.parent / f"rank-00000.{os.getpid()}.part").symlink_to(theirs)
+    files.write(path, {})
+    path.unlink()
     monkeypatch.setattr(os, "urandom", lambda count: b"abcd")
-    for name in (f"rank-00000.{os.getpid()}.part", f"rank-00000.{os.getpid()}.61626364.part"):
-        (path.parent / name).symlink_to(theirs)
+    (path.parent / f"rank-00000.{os.getpid()}.61626364.part").symlink_to(theirs)
     with pytest.raises(FileExistsError):
         files.write(path, {})
     assert theirs.read_text() == "theirs" and not path.exists()
 
 
 def test_a_part_that_cannot_be_written_goes(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "put", lambda part, path: os.stat(tmp_path / "nothing"))
-    with pytest.raises(FileNotFoundError):
+    monkeypatch.setattr(files, "put", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
         files.write(files.path_of(tmp_path, "rank", 0), {})
     assert list(tmp_path.iterdir()) == []
 
@@ -89,3 +92,7 @@ def test_ranks_of_one_attempt_need_not_begin_at_once():
     under_way = [{"rank": rank, "began": began} for rank, began in enumerate((1, 2, 1000))]
     assert files.attempts(ended) == [ended[:3], ended[3:]]
     assert files.attempts(under_way) == [under_way]
+    uneven = [{**ended[0], "seconds": 20.0}, ended[1], ended[3]]
+    assert files.attempts(uneven) == [uneven]
+    again = {"rank": 1, "began": 1001}
+    assert files.attempts([*under_way, again]) == [under_way, [again]]

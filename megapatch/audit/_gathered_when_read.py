@@ -204,7 +204,7 @@ class GatheredWhenRead(Part):
             self._note_received(*arguments, **options)
             return
         memory = _memory_of(each for each in (*arguments, *options.values()) if isinstance(each, Tensor))
-        sent = [each for each in self._waiting() if memory & _memory_of([each])] if memory else []
+        sent = [each for each in self._waiting() if memory & _memory_of([each])]
         output = next(iter((*arguments, *options.values())), ())
         outputs = [output] if isinstance(output, Tensor) else output
         if sent and collective.startswith("all_gather") and _memory_of(outputs) & _memory_of(sent):

@@ -24,7 +24,7 @@ from ._findings import observes
 from ._watching import RAISED, after, around, site
 
 _MOST_NODES = 32
-_OF_TOKENS = ("Mul", "Div", "Sum", "Mean", "ToCopy", "View", "Transpose", "Clone")
+_OF_TOKENS = ("Mul", "Div", "ToCopy", "View", "Transpose", "Clone")
 """The arithmetic of losses of tokens; below it are activations, which may be offloaded."""
 
 

@@ -125,7 +125,7 @@ def _summary_of(reports: Sequence[Mapping[str, Any]]) -> Summary:
     values: dict[str, dict[str, list[int]]] = {}
     for report in reports:
         for name in ("version", "digest", "size", "steps", "settings", "ended"):
-            values.setdefault(name, {}).setdefault(_in_words(report[name]), []).append(report["rank"])
+            values.setdefault(name, {}).setdefault(_in_words(report.get(name)), []).append(report["rank"])
     return Summary(
         ranks=[report["rank"] for report in reports],
         size=max((report["size"] for report in reports), default=0),

@@ -32,15 +32,19 @@ MOST_QUIET = 0.1  # of those that are found
 
 
 def found(mistake, before=None):
-    """Return what is found in some steps, the first of which compares ranks if `before` is None."""
+    """Return what is found in some steps, the first of which compares ranks if `before` is None; all is judged."""
     init_parallel(**mistake.layout)
     audit.clear()
     model = tiny_gpt(layers=4, **mistake.options)
     ledger = running_audit().ledger
     before = ledger.step = ledger.step if before is None else before
+    ledger.judged.clear()
     for step in range(STEPS):
         mistake.take_step(model, step)
     results = [*audit.findings(), *audit.notes()]
+    judged = [name for name, rule in RULES.items() if any(rule.counts(name, ledger.judged).values())]
+    no_steps = ledger.step == before  # of Megatron's optimizer; and a step on zeros is not one with gradients
+    assert no_steps or {one.rule for one in results} <= {*judged, "gradients-used"}
     return [(one.rule, one.step - before, one.rank, one.is_note, str(one)) for one in results]
 
 

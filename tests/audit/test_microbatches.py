@@ -35,7 +35,7 @@ def train(part, chunk, *microbatches, trains=True):
 )
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_factor_is_wrong_for_the_other_way_of_dividing(watching, options, is_wrong, trains):
-    part_of(watching, Microbatches).begin_call(Call([Chunk(**options)], trains))
+    part_of(watching, Microbatches).begin_call(Call([Chunk(), Chunk(**options)], trains))
     assert reported(watching) == [("tokens-counted", "factor")] * (is_wrong and trains)
 
 
@@ -57,7 +57,9 @@ def test_microbatches_are_those_of_the_innermost_call_and_a_loss_is_one_number(w
     assert forward(torch.tensor(1.0)) == 0  # of a loop without a schedule
     part.begin_call(outer)
     train(part, chunk, (1.0, 3), trains=False)
-    assert [forward(torch.tensor(1.0)), forward([torch.tensor(1.0)]), forward(torch.ones(2))] == [1, 2, 2]
+    loss = torch.tensor(1.0, requires_grad=True)
+    assert [forward(loss), forward([loss]), forward(torch.ones(2))] == [1, 2, 2]
+    assert not any(each.requires_grad for each in part._trained.get(chunk).losses)
     part.end_call(outer)
     assert forward(torch.tensor(1.0)) == 2
     part.finishing([chunk], torch.tensor(9))
@@ -102,12 +104,13 @@ def test_ranks_compare_their_losses_and_their_rates(watching):
 def test_counts_are_old_as_the_first_call_of_a_step_begins(
     watching, history, counts, trains, is_old, is_forgotten
 ):
-    part, chunk = part_of(watching, Microbatches), Chunk(counts=counts)
+    part, chunk, other = part_of(watching, Microbatches), Chunk(counts=counts), Chunk(counts=counts and 0)
     vars(chunk.state).update(history)
-    part.begin_call(Call([chunk], trains))
+    part.begin_call(Call([other, chunk], trains))
     if is_forgotten:
         part.forget()
-    part.end_step(Step(torch.nn.Module(), [chunk]))
+    for _ in range(2):
+        part.end_step(Step(torch.nn.Module(), [chunk]))
     assert reported(watching) == [("fresh-counts", "call")] * (is_old and not is_forgotten)
     assert watching.ledger.judged["fresh-counts"] == (is_old or counts == 0)
 
@@ -132,7 +135,7 @@ def test_tokens_that_were_divided_by_are_those_of_all_calls(watching, calls, div
         train(part, chunk, *microbatches)
     if evaluates:
         train(part, chunk, (1.0, 5), trains=False)
-    part.finishing([chunk], None if divisor is None else torch.tensor(divisor))
+    part.finishing([Chunk(), chunk], None if divisor is None else torch.tensor(divisor))
     part.judge()
     assert reported(watching) == [("tokens-counted", kind) for kind in kinds]
     assert watching.ledger.judged["tokens-counted divisors"] == (divisor is not None)
@@ -169,11 +172,14 @@ def test_a_step_on_a_loss_that_is_nan_has_made_weights_nan(watching, loss, succe
     optimizer.optimizer = Thing(param_groups=[{"params": [torch.full((1,), weight)]}])
     watching.models.optimizers_of = lambda chunk: [optimizer]
     train(part, chunk, (loss, 1))
+    watching.ledger.step = 5  # in which nothing is due
     for _ in range(2):
         step = Step(optimizer, [chunk])
         step.succeeded = succeeded
         part.end_step(step)
         watching.ledger.step += 1
+    assert reported(watching) == []
+    part.judge()
     assert reported(watching) == [("tokens-counted", "loss")] * is_wrong
 
 
@@ -198,5 +204,8 @@ def test_what_ranks_have_alike(watching, highest, lowest, kinds):
     part = part_of(watching, Microbatches)
     part.judge_ranks("all ranks", list(map(list, highest)), [[~each for each in row] for row in lowest])
     assert [rule for rule, _ in reported(watching)] == kinds
+    said = " ".join(each.what for each in (*watching.ledger.findings(), *watching.ledger.notes()))
+    assert ("on 3 to 4 microbatches" in said) == (kinds == ["calls-alike"])
+    assert ("by 90 to 100 tokens" in said) == (kinds == ["tokens-counted"])
     assert watching.ledger.judged["calls-alike"] == (highest[0][0] > 0)
     assert watching.ledger.judged["data-differs"] == (highest[0][1] > 0)

@@ -11,7 +11,7 @@ from torch.nn.modules import module as hooks
 
 import megapatch
 from megapatch._python import places
-from megapatch.audit import _findings, _scaled_once
+from megapatch.audit import _findings
 from megapatch.audit._audit import Call, Part, Step
 from megapatch.audit._chunks import state_of
 from megapatch.audit._gradients import Gradients
@@ -107,37 +107,67 @@ def test_gradients_that_are_zeroed_while_an_exception_is_handled_are_dropped_on_
         ({}, False),
     ],
 )
-def test_which_models_have_losses_of_their_own_that_nobody_scaled_once(config, has):
-    assert _scaled_once._has_unscaled_losses(Thing(**config)) == has
-
-
+@pytest.mark.parametrize("scale", [None, max])
 @pytest.mark.parametrize("trains", [True, False])
-def test_losses_that_were_not_scaled_are_those_of_one_step_and_of_calls_that_train(watching, trains):
-    scales, chunk = (
-        part_of(watching, ScaledOnce),
-        Chunk(num_moe_experts=2, moe_aux_loss_coeff=0.1, grad_scale_func=None),
-    )
-    scales.begin_call(Call([chunk], trains))
-    assert (chunk in scales._unscaled_losses) == trains
-    scales.end_step(Step(chunk, [chunk]))
-    assert chunk not in scales._unscaled_losses
+def test_losses_that_were_not_scaled_are_those_of_one_step_and_of_calls_that_train(
+    watching, config, has, trains, scale
+):
+    scales, chunks = part_of(watching, ScaledOnce), [Chunk(**config, grad_scale_func=scale) for _ in range(2)]
+    scales.begin_call(Call(chunks, trains))
+    assert {chunk in scales._unscaled_losses for chunk in chunks} == {has and trains and scale is None}
+    is_scaled_by_itself = any(name.endswith("_grad_scale_func") for name in config)
+    assert watching.ledger.judged["scaled-once calls"] == (trains and (has or is_scaled_by_itself))
+    scales.end_step(Step(chunks[0], chunks))
+    assert not scales._unscaled_losses
 
 
 # ------------------------------------------------------------------------ modes
+class Model(torch.nn.Module):
+    """A chunk, in its wrapper."""
+
+    def __init__(self, rate, mode=True, **config):
+        super().__init__()
+        self.module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(rate)).train(mode)
+        self.config = Thing(**config)
+
+
 @pytest.mark.parametrize("corrects", [False, True], ids=["stays", "is corrected"])
-def test_a_call_in_the_wrong_mode_is_noted_unless_it_changes_the_mode_and_no_module_has_a_hook(watching, corrects):
-    part, wrapper = part_of(watching, TrainingMode), torch.nn.Module()
-    wrapper.module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.5)).eval()
-    wrapper.config = Thing()
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_call_in_the_wrong_mode_is_noted_unless_it_changes_the_mode_and_no_module_has_a_hook(
+    watching, corrects, trains
+):
+    part, wrapper = part_of(watching, TrainingMode), Model(0.5, mode=not trains)
     train = watcher_of(part, "Module.train")(torch.nn.Module.train)
-    call = Call([wrapper], trains=True)
+    call = Call([wrapper], trains)
     part.begin_call(call)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in wrapper.modules())
     assert not hooks._global_forward_pre_hooks and not hooks._global_forward_hooks
     if corrects:
         train(wrapper)
     part.end_call(call)
-    assert [note.rule for note in watching.ledger.notes()] == ["training-mode"] * (not corrects)
+    rule = "training-mode" if trains else "evaluation-mode"
+    assert [note.rule for note in watching.ledger.notes()] == [rule] * (not corrects)
+    assert watching.ledger.judged == {rule: 1} and not part._suspected
+
+
+@pytest.mark.parametrize(
+    ("rate", "config", "drops"),
+    [
+        (0.5, {}, True),
+        (0.0, {}, False),
+        (0.0, {"hidden_dropout": 0.1}, True),
+        (0.0, {"attention_dropout": 0.1}, True),
+        (0.0, {"hidden_dropout": 0.0}, False),
+        (0.0, {"num_moe_experts": 2, "moe_z_loss_coeff": 0.1}, False),
+    ],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_mode_counts_where_something_is_dropped_or_a_router_has_losses(watching, rate, config, drops, trains):
+    part, models = part_of(watching, TrainingMode), [Model(0.0), Model(rate, **config)]
+    watching.models.add(models)
+    part.begin_call(Call(models, trains))
+    has_losses = "moe_z_loss_coeff" in config
+    assert part.drops() == drops and sum(watching.ledger.judged.values()) == (drops or (trains and has_losses))
 
 
 # ------------------------------------------------------------------------ checkpoints
@@ -152,6 +182,7 @@ def test_another_structure_is_found_where_a_plan_is_kept_and_was_made(watching, 
     saves._note_saved(before, None, strategy)
     saves._compare(strategy, {"one": 1, "two": 2}, keeps, planned)
     assert rules(watching) == ["saved-what-is"] * (keeps and planned)
+    assert watching.ledger.judged["saved-what-is plans"] == (keeps and planned)
 
 
 # ------------------------------------------------------------------------ weights

@@ -106,6 +106,37 @@ def test_the_original_decides(number, module, name, raises):
     assert seen == [seen[0]] and seen[0] is arguments[0]
 
 
+def test_none_of_the_functions_of_megatron_and_torch_that_it_watches_is_lost():
+    assert sum(replaced.id.startswith(("megatron.", "torch.")) for replaced in REPLACED) == 53
+
+
+READ = {
+    "forward_step": ("forward_step_func", "data_iterator", "model"),
+    "finalize_model_grads": ("model", "num_tokens"),
+    "OptimizerParamScheduler.step": ("increment",),
+    "model_parallel_cuda_manual_seed": ("seed",),
+    "save": ("sharded_state_dict",),
+    "TorchDistSaveShardedStrategy.async_save": ("sharded_state_dict",),
+    "FullyParallelSaveStrategyWrapper.apply_saving_parallelization": ("sharded_state_dict",),
+    "resume_once": ("resume", "error", "attempt"),
+}
+"""By path, the parameters that the audit reads."""
+
+
+@pytest.mark.parametrize(("path", "lacking"), [(path, name) for path, names in READ.items() for name in names])
+def test_a_function_that_lacks_what_the_audit_reads_is_not_watched(path, lacking):
+    def judged(names):
+        function = mock.Mock(spec_set=("__signature__",))
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        function.__signature__ = inspect.Signature(parameters)
+        return {site.diagnose(mock.Mock(**{path: function})).kind.value for site in sites}
+
+    sites = [site for watcher in WATCHERS for site in watcher.sites if path in site.replace]
+    sites = [site for site in sites if site.module != "torch.serialization"]
+    assert judged(READ[path]) == {"needed"}
+    assert judged([name for name in READ[path] if name != lacking]) == {"unknown"}
+
+
 OWN = [site for watcher in WATCHERS for site in watcher.sites if site.module.startswith("megapatch.")]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -95,22 +97,23 @@ GROUPS = {"param_groups": [{"step": 5}]}
 
 
 @pytest.mark.parametrize(
-    ("loaded", "moment", "is_found"),
+    ("loaded", "moment", "kinds"),
     [
-        ({"optimizer": GROUPS}, 1.0, True),  # nothing but step counts
-        ({"optimizer": GROUPS, "param_state": None}, 1.0, False),  # another rank has moments
-        ({"optimizer": GROUPS, "param_state": [{"exp_avg": torch.ones(2)}]}, 1.0, False),
-        ({"optimizer": GROUPS, "param_state": [{"exp_avg": torch.ones(2)}]}, 0.0, True),
-        ({"optimizer": {"param_groups": [{"step": 4}]}, "param_state": None}, 1.0, True),
-        ({"optimizer": {"param_groups": [{"step": 0}]}}, 0.0, False),  # of before the first step
+        ({"optimizer": GROUPS}, 1.0, ["empty"]),  # nothing but step counts
+        ({"optimizer": GROUPS, "param_state": None}, 1.0, []),  # another rank has moments
+        ({"optimizer": GROUPS, "param_state": [{"exp_avg": torch.ones(2)}]}, 1.0, []),
+        ({"optimizer": GROUPS, "param_state": [{"exp_avg": torch.ones(2)}]}, 0.0, ["moments"]),
+        ({"optimizer": {"param_groups": [{"step": 4}]}, "param_state": None}, 1.0, ["steps"]),
+        ({"optimizer": {"param_groups": [{"step": 0}]}}, 0.0, []),  # of before the first step
     ],
 )
-def test_what_was_loaded_is_looked_for(watching, loaded, moment, is_found):
+def test_what_was_loaded_is_looked_for(watching, loaded, moment, kinds):
     optimizer, loads = Optimizer(moment), part_of(watching, LoadedIsThere)
     watcher_of(loads, "FP32Optimizer.load_state_dict")(lambda *ignored: None)(optimizer, loaded)
     loads.begin_step(Step(optimizer, []))
     found = [*watching.ledger.findings(), *watching.ledger.notes()]
-    assert [each.rule for each in found] == ["loaded-is-there"] * is_found
+    assert [(each.rule, each.kind) for each in found] == [("loaded-is-there", kind) for kind in kinds]
+    assert watching.ledger.judged["loaded-is-there optimizers"] == 1
 
 
 def test_moments_may_be_loaded_on_their_own(watching):
@@ -123,21 +126,86 @@ def test_moments_may_be_loaded_on_their_own(watching):
 
 # ------------------------------------------------------------------------ schedules
 class Schedule:
-    def __init__(self, optimizer):
-        self.optimizer, self.num_steps = optimizer, 0
+    """A schedule as the audit sees it, whose optimizer has made five steps, and another optimizer."""
+
+    def __init__(self, watching):
+        self.optimizer, self.other, self.num_steps = Optimizer(1.0), Optimizer(1.0), 5
+        self.watching, self.part = watching, part_of(watching, LoadedIsThere)
+        watch_advance, watch_load = (
+            watcher_of(self.part, f"OptimizerParamScheduler.{name}") for name in ("step", "load_state_dict")
+        )
+        self.made = watch_advance(lambda schedule, increment: None)
+        self.advance, self.zero = partial(self.made, self, 1), partial(self.made, self, 0)
+        self.load, self.add, self.fail = (partial(watch_load(load), self) for load in (set_steps, add_steps, fail))
+        self.zero()  # as it is made
+
+    def step(self, succeeds=True, optimizer=None):
+        step = Step(optimizer or self.optimizer, [])
+        self.part.begin_step(step)
+        self.watching.ledger.step += 1
+        step.succeeded = succeeds
+        self.part.end_step(step)
+
+    def happen(self, event):
+        if event in ("load", "add", "fail"):
+            with contextlib.suppress(ZeroDivisionError):
+                getattr(self, event)({"num_steps": 5})
+        elif event == "rewind":
+            self.num_steps = 0
+        elif event in ("skip", "other"):
+            self.step(succeeds=event != "skip", optimizer=self.other if event == "other" else None)
+        elif event == "optimizer":
+            watch = watcher_of(self.part, "FP32Optimizer.load_state_dict")
+            watch(lambda *ignored: None)(self.optimizer, {"optimizer": GROUPS, "param_state": None})
+        else:
+            getattr(self, event)()
 
 
-def test_a_schedule_of_an_optimizer_that_no_longer_steps_is_said_to_be_that(watching):
-    loads, earlier, later = part_of(watching, LoadedIsThere), Optimizer(1.0), Optimizer(1.0)
-    schedule = Schedule(earlier)
-    for optimizer in (earlier, earlier, later):
-        watching.ledger.step += 1
-        step = Step(optimizer, [])
-        step.succeeded = True
-        loads.end_step(step)
-        loads._note_advance(schedule, 1)
-    (note,) = watching.ledger.notes()
-    assert note.kind == "left" and note.what.endswith("its optimizer made none of the last 1 optimizer step")
+def set_steps(schedule, state):
+    schedule.num_steps = state["num_steps"]
+    schedule.made(schedule, state["num_steps"])  # as Megatron does
+
+
+def add_steps(schedule, state):
+    schedule.num_steps += state["num_steps"]
+
+
+def fail(schedule, state):
+    return 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("events", "kinds", "loads"),
+    [
+        ("advance step advance step advance", [], 0),
+        ("step zero advance zero step", [], 0),
+        ("step advance advance", ["twice"], 0),
+        ("step advance other advance", ["left"], 0),
+        ("skip advance", ["after-skip"], 0),
+        ("step skip advance skip step advance", [], 0),
+        ("step advance skip advance", ["after-skip"], 0),
+        ("load step advance", [], 1),
+        ("step load advance step", [], 0),
+        ("add step", ["schedule"], 1),
+        ("fail step", [], 0),
+        ("add advance step", [], 0),
+        ("load rewind step step", ["rewound"], 1),
+        ("load other rewind advance step", [], 0),
+        ("optimizer load step", [], 1),
+        ("optimizer rewind step", ["schedule"], 0),
+    ],
+)
+def test_how_a_schedule_moves(watching, events, kinds, loads):
+    schedule = Schedule(watching)
+    for event in events.split():
+        schedule.happen(event)
+    found = [*watching.ledger.findings(), *watching.ledger.notes()]
+    assert [each.kind for each in found] == kinds
+    assert kinds != ["left"] or found[0].what.endswith("its optimizer made none of the last 1 optimizer step")
+    judged = watching.ledger.judged
+    assert judged["learning-rate-moves"] == judged["schedule-once"] == events.count("advance")
+    assert judged["loaded-is-there schedules"] == loads
+    assert judged["resumed-together"] == loads + events.startswith("optimizer rewind")
 
 
 # ------------------------------------------------------------------------ buckets
@@ -151,6 +219,7 @@ def bucket_of(*main_grads):
 def test_a_parameter_that_had_a_gradient_in_one_step_has_had_one():
     state = bucket_of(0.0, 0.0)
     for arrived in ([True, False], [False, True]):
+        assert not state.all_had
         state.arrived[:] = arrived
         state.note_had()
     assert state.had == [True, True] and state.all_had

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 
@@ -16,6 +17,7 @@ from megapatch.audit._audit import Call, Step
 from megapatch.audit._calls import Calls
 from megapatch.audit._gathered_when_read import GatheredWhenRead
 from megapatch.audit._gradients import Gradients
+from megapatch.audit._hashes import hash_of
 from megapatch.audit._loaded_is_there import LoadedIsThere
 from megapatch.audit._ranks_agree import RanksAgree
 from megapatch.audit._step_begins import StepBegins
@@ -181,15 +183,15 @@ def test_an_optimizers_chunks_are_those_that_it_has_or_whose_parameters_it_steps
     parts = [torch.nn.Module() for _ in range(3)]
     whole, alone = torch.nn.Module(), torch.nn.Module()
     whole.chained_optimizers = parts
-    parts[0].model_chunks, parts[0].param_groups = [first, other], []
+    parts[0].model_chunks, parts[0].param_groups = [other, first], []
     parts[1].float16_groups, parts[1].param_groups = [[second.module.weight]], []
     parts[2].param_groups = [{"params": [torch.nn.Parameter(torch.ones(1))]}]
-    alone.param_groups = [{"params": [second.module.weight]}]
+    alone.param_groups = [{"params": [second.module.weight, first.module.weight]}]
     models.add([first, second])
     assert models.stepped_by(whole) == []
     monkeypatch.setitem(sys.modules, MODULE, Thing(DistributedDataParallel=Wrapped))
-    assert models.stepped_by(whole) == [first, second] and models.stepped_by(alone) == [second]
-    assert models.optimizers_of(first) == parts and models.optimizers_of(second) == [*parts, alone]
+    assert models.stepped_by(whole) == models.stepped_by(alone) == [first, second]
+    assert models.optimizers_of(first) == models.optimizers_of(second) == [*parts, alone]
     assert models.optimizers_of(other) == [] and models.stepped_by(whole) is not models.stepped_by(alone)
     parts[0].model_chunks = [other]
     assert models.stepped_by(whole) == [first, second]  # it is known
@@ -217,29 +219,30 @@ def test_over_how_many_ranks_a_bucket_is_reduced(attributes, expected):
 
 def test_gradients_that_arrive_are_counted_until_they_are_used(watching):
     chunk = Chunk()
+    chunk.expert_parallel_buffers = [Thing(grad_data=torch.zeros(1))]
+    assert _chunks.first_buffer(chunk) is chunk.buffer and _chunks.first_buffer(chunk.module) is None
     (state,), numbers = _chunks.states_of(chunk), [_chunks.numbers_of([chunk])]
     assert not _chunks.ever_arrived([chunk])
-    state.arrivals, state.arrived[0], state.reduces, state.late = 2, True, 1, ("late",)
+    state.arrivals, state.arrived[0], state.reduces, state.late, arrived = 2, True, 1, ("late",), state.arrived
     numbers.append(_chunks.numbers_of([chunk]))
-    assert _chunks.ever_arrived([chunk])
+    assert _chunks.ever_arrived([Chunk(), chunk])
     state.reset()
     state.take()
     assert (state.arrivals, state.before, state.arrived, state.reduces, state.late) == (0, 2, [False], 0, None)
     assert _chunks.ever_arrived([chunk]) and _chunks.numbers_of([chunk]) == numbers[1]
-    chunk.buffer.grad_data.add_(1)
-    numbers.append(_chunks.numbers_of([chunk]))
-    assert len(set(map(tuple, numbers))) == 3
-    state.had, state.stepped, state.all_had, state.dropped = [True], True, True, True
-    arrived = state.arrived
+    for buffer in (chunk.buffer, *chunk.expert_parallel_buffers):
+        buffer.grad_data.add_(1)
+        numbers.append(_chunks.numbers_of([chunk]))
+    assert len(set(map(tuple, numbers))) == 4
+    state.arrivals = 1
+    state.take()
+    assert state.before == 3 and state.arrived is arrived  # hooks keep it
+    state.had, state.arrived[0] = [True], True
+    state.stepped = state.all_had = state.dropped = state.excused = True
     state.begin(watching)
-    assert (state.before, state.had, state.stepped, state.all_had, state.dropped) == (
-        0,
-        [False],
-        False,
-        False,
-        False,
-    )
-    assert state.watcher is watching and state.arrived is arrived  # hooks keep it
+    assert state.before == 0 and state.had == [False]
+    assert not (state.stepped or state.all_had or state.dropped or state.excused)
+    assert state.watcher is watching and state.arrived is arrived == [False] and state.had is not arrived
 
 
 # ------------------------------------------------------------------------ gradients
@@ -272,12 +275,25 @@ def test_a_gradient_that_comes_after_a_reduce_or_a_step(
     if is_zeroed:
         state.excused = True
         gradients.zeroed(chunk.buffer)
+        assert not (state.excused or state.dropped)
         expected = [pair for pair in expected if pair[1] == "later"]  # a note, at once
     found = Step(torch.nn.Module(), [chunk])
     watching.ledger.has_captured = True
     gradients.begin_step(found)
     kept = [*watching.ledger.findings(), *watching.ledger.notes()]
     assert [(each.rule, each.kind) for each in kept] == expected and not watching.ledger.broken
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_has_gradients_if_one_of_its_chunks_has(watching, size):
+    gradients, chunks = part_of(watching, Gradients), [Chunk(size=size), Chunk(size=size)]
+    arrive(gradients, chunks[0])
+    chunks[0].state.reduces, watching.ledger.has_captured = 1, True
+    step = Step(torch.nn.Module(), chunks)
+    gradients.begin_step(step)
+    assert step.has_gradients and reported(watching) == []
+    rules = ("fresh-gradients", "gradients-used", "gradients-dropped", "gradients-arrive", "stepped-once")
+    assert watching.ledger.judged == {**dict.fromkeys(rules, 1), "reduced-once": size - 1}
 
 
 @pytest.mark.parametrize("handle", [None, object()])
@@ -411,6 +427,10 @@ def test_factors_are_looked_for_above_the_losses_of_tokens_only():
     assert factors((losses * scale).mean() * other * learned) == [3.0, 8.0]
     assert factors((other * scale * learned).exp().sum() * scale) == [8.0, 24.0]
     assert factors(None) == factors(torch.ones(1)) == []
+    scaled = (losses * scale).view(2, 2)
+    for change in (scaled / 2, scaled.double(), scaled.transpose(0, 1), scaled.clone(), scaled * mask.view(2, 2)):
+        assert factors(change.exp().sum()) == [], change.grad_fn  # exp() stands for a model
+        assert factors(change.sum()) == [8.0], change.grad_fn
 
 
 # ------------------------------------------------------------------------ ranks, and gathers
@@ -426,13 +446,16 @@ def test_a_seed_that_is_set_again_after_a_step_repeats_what_is_dropped(watching,
     if forgets:
         ranks.forget()
     seed(7)
+    seed(8)
     assert reported(watching) == [("seeded-once", "again")] * is_found
-    assert watching.ledger.judged["seeded-once"] == step
+    assert all("7 is set again, as it was after 0 optimizer" in note.what for note in watching.ledger.notes())
+    assert watching.ledger.judged["seeded-once"] == 2 * step
 
 
 def test_what_is_hashed_of_parameters_that_wait_for_a_gather(watching):
     ranks, gathers = part_of(watching, RanksAgree), part_of(watching, GatheredWhenRead)
     chunk, other = Chunk(), Chunk()
+    chunk.group.buckets.append(Thing(params=[]))
     lists = [[chunk.module.weight], [other.module.weight], [chunk.module.weight, other.module.weight]]
 
     def unhashed():
@@ -441,11 +464,25 @@ def test_what_is_hashed_of_parameters_that_wait_for_a_gather(watching):
     assert unhashed() == [0, 0, 0]
     gathers.due.add(chunk.group)
     assert unhashed() == [1, 0, 0]
-    assert ranks._hashes(lists, (8,))[1:, :2].unique(dim=0).shape == (1, 2)
+    assert ranks._hashes(lists, (8,))[1:, :2].tolist() == [hash_of(lists[1], (8,)).tolist()] * 2
     chunk.state.arrivals = 1  # its parameters were used by a forward pass, which gathered them
     assert unhashed() == [0, 0, 0] and gathers.unread() == set()
-    gathers.unread = lambda: [][1]
-    assert unhashed() == [1, 1, 1] and watching.ledger.broken
+    lists.append([None])
+    assert unhashed() == [1, 1, 1, 1] and watching.ledger.broken
+
+
+@pytest.mark.parametrize(("overlaps", "succeeds"), [(True, True), (True, False), (False, True)])
+def test_a_step_that_is_not_skipped_leaves_parameters_to_be_gathered(watching, overlaps, succeeds):
+    gathers, waiting, other = part_of(watching, GatheredWhenRead), Chunk(), Chunk()
+    gathers.due.add(waiting.group)
+    gathers._received.add(id(other.module.weight))
+    waiting.ddp_config.overlap_param_gather = other.ddp_config.overlap_param_gather = overlaps
+    step = Step(torch.nn.Module(), [waiting, other])
+    gathers.begin_step(step)
+    step.succeeded = succeeds
+    gathers.end_step(step)
+    assert waiting.group in gathers.due and (other.group in gathers.due) == (overlaps and succeeds)
+    assert watching.ledger.judged["gathered-when-read"] == overlaps and not gathers._received
 
 
 @pytest.mark.parametrize(
@@ -466,9 +503,9 @@ def test_what_is_hashed_of_parameters_that_wait_for_a_gather(watching):
         ("send", "x0", False, "ab"),
     ],
 )
-@pytest.mark.parametrize("is_megatrons", [False, True])
+@pytest.mark.parametrize("called", ["in order", "by name", "by Megatron"])
 def test_a_parameter_that_is_sent_or_received_by_hand(
-    watching, monkeypatch, collective, arguments, is_sent, left, is_megatrons
+    watching, monkeypatch, collective, arguments, is_sent, left, called
 ):
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     gathers, chunks = part_of(watching, GatheredWhenRead), {name: Chunk() for name in "ab"}
@@ -480,13 +517,16 @@ def test_a_parameter_that_is_sent_or_received_by_hand(
         **{name: chunk.module.weight.data for name, chunk in chunks.items()},
     }
     names = list(arguments.replace("[", "").replace("]", ""))
-    output, *others = (values[name] for name in names)
-    watch = watcher_of(gathers, collective)(lambda *args: None)
+    output, other = (values[name] for name in names)
+    output = [output] if "[" in arguments else output
+    watch = watcher_of(gathers, collective)(lambda *args, **options: None)
 
     def send(*_):
-        watch([output] if "[" in arguments else output, *others)
+        watch(output, other)
 
-    if is_megatrons:
+    if called == "by name":
+        watch(**dict(zip(inspect.signature(getattr(dist, collective)).parameters, (output, other), strict=False)))
+    elif called == "by Megatron":
         watcher_of(gathers, "_ParamAndGradBucketGroup.start_param_sync")(send)(Group())
         is_sent, left = False, "ab"
     else:

@@ -68,11 +68,14 @@ def test_ranks_that_name_other_parameters_share_a_finding():
     many = summarize([report(rank, 99, [found(what=f"rank {rank // 2}")]) for rank in range(99)])
     assert [each["ranks"] for each in many.found[0].sentences] == [[2 * n, 2 * n + 1] for n in range(8)]
     assert "\n  ranks 0-1: rank 0\n" in text(many) and "\n  and 42 more\n" in text(many)
+    (twice,) = summarize([report(0, 1, [found(), found(what="it steps")])]).found
+    assert twice.ranks == twice.first_on == [0] and len(twice.sentences) == 2
 
 
 def test_another_line_kind_or_rule_is_another_finding():
     several = [found(), found(where=[]), found("resumed", "generation is paused"), found(kind="late")]
-    assert len(summarize([report(0, findings=several)]).found) == 4
+    several += [found(where=["/job/main.py:1 in main", "/job/train.py:9 in train"], step=2)]
+    assert [each.step for each in summarize([report(0, findings=several)]).found] == [2, 3, 3, 3, 3]
 
 
 def test_ranks_that_see_it_in_other_steps():
@@ -84,11 +87,20 @@ def test_ranks_that_see_it_in_other_steps():
 def test_events_and_values_that_differ_are_of_their_ranks():
     reports = [report(rank, 4, events=saves(2, 4), digest="e" if rank == 3 else "d") for rank in range(4)]
     reports[2]["events"] = saves(2)
+    for each, step, count in zip(reports, (1, 1, 3, 1), (5, 6, 5, 7), strict=True):
+        each["events"]["load"] = saves(step, count=count)["save"]
+    reports[0]["events"]["load"]["last"] = saves(9)["save"]["first"]
     summary = summarize(reports)
-    assert [(each.kind, each.ranks, each.steps) for each in summary.events] == [
-        ("save", [0, 1, 3], [2, 4]),
-        ("save", [2], [2]),
+    assert [(each.kind, each.ranks, each.times, each.steps) for each in summary.events] == [
+        ("save", [0, 1, 3], 2, [2, 4]),
+        ("save", [2], 1, [2]),
+        ("load", [0], 5, [1, 9]),
+        ("load", [1], 6, [1]),
+        ("load", [2], 5, [3]),
+        ("load", [3], 7, [1]),
     ]
+    many = _summary.Events("load", [0], 3, [2, 2, 5], [*"abcde"])
+    assert _summary.happened(many) == "load (a, b, c, d): 3 times, after steps 2, 5, on rank 0"
     shown = text(summary)
     assert "\ndigest d on ranks 0-2; e on rank 3\n" in shown
     assert "\nsave: 2 times, after steps 2, 4, on ranks 0-1, 3\n" in shown
@@ -117,9 +129,9 @@ stepped-once: ranks 0-1, after 3 optimizer steps (first on rank 0), 2 times unti
   likely causes, in order, and what shows each:
     1. a loop
        - it turns
-  patches for known causes that are not in place here: a.patch (switched off)
+  patches for known causes that are not in place here: a.patch (switched off), b.patch (failed)
 
-resumed (a note): rank 1, after 3 optimizer steps
+resumed (a note): rank 1, after 3 optimizer steps, 2 times until step 3
   the optimizer steps again
   Damage.
   if that is meant: MEGAPATCH_AUDIT_ACCEPT=resumed
@@ -133,16 +145,19 @@ def test_a_whole_text():
     where, before = ["main", "a", "b", "c"], ["a load", "a save"]
     again = found(where=where, before=before, count=2)
     other = found(what="it stepped", where=where, step=5, last_step=9, count=1)
-    bare = found("resumed", last_step=3, count=1, where=[], causes=[], patches=[])
+    other["patches"] = [{"name": "b.patch", "reason": "failed"}]
+    bare = found("resumed", last_step=3, count=2, where=[], causes=[], patches=[])
     kept = {"name": "fresh-gradients", "status": "kept", "reason": "", "counts": {"steps": 7, "reads": 0}}
     broken = {"name": "stepped-once", "status": "broken", "reason": ""}
+    noted = {"name": "resumed", "status": "kept", "reason": "", "counts": {"pauses": 1}}
     blind = {"name": "schedule-once", "status": "not watched", "reason": "no schedule"}
     ranks = [
-        report(0, 2, [again], rules=[kept, broken, blind]),
+        report(0, 2, [again], rules=[kept, broken, blind, noted]),
         report(1, 2, [other], [bare], rules=[kept, broken], steps=9, ended=False),
     ]
     assert text(summarize(ranks)) == WHOLE.removesuffix("\n")
-    assert "before the end" not in text(summarize(ranks[:1]))
+    assert "\n  patches for known causes that are not\n    in place here: " in texts(summarize(ranks), 40)[0]
+    assert "before the end" not in text(summarize(ranks[:1])) and summarize([*ranks, report(2, 3)]).size == 3
 
 
 def test_the_page_shows_what_is_printed():
@@ -262,7 +277,8 @@ def test_two_models_of_a_job_are_kept_apart_and_a_rank_that_left_nothing_borrows
 def test_a_kept_rule_counts_each_half():
     counts = {"losses": 32, "divisors": 0}
     rule = {"name": "tokens-counted", "status": "kept", "reason": "", "judged": 32, "counts": counts}
-    assert "kept: tokens-counted (32 losses, no divisors)" in text(summarize([report(0, 1, rules=[rule])]))
+    shown = text(summarize([report(0, 2, rules=[rule], settings=None)]))
+    assert shown.endswith("kept: tokens-counted (32 losses, no divisors)") and ", settings none\n" in shown
 
 
 def test_a_kept_rule_has_the_count_of_the_rank_that_has_judged_fewest():
@@ -296,12 +312,32 @@ def test_what_cannot_be_read_is_named_and_the_others_count(tmp_path, name):
     assert f"{tmp_path}/audit-00001.json cannot be read: " in unreadable[0]
 
 
+def lacking(data):
+    """Yield copies of some data, each without one of its keys."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield {name: item for name, item in data.items() if name != key}
+            yield from ({**data, key: less} for less in lacking(value))
+    elif isinstance(data, list) and data:
+        yield from ([less] for less in lacking(data[0]))
+
+
+def test_a_report_that_lacks_something_is_shown_unless_it_is_refused():
+    for less in lacking(report(0, 1, [found()], [found()], saves(1))):
+        try:
+            checked = _summary.checked(less)
+        except KeyError:
+            continue
+        assert text(_summary.summarize([[{**checked, "rank": 0, "size": 1}]]))
+
+
 def test_rules_and_keys_of_another_version_are_shown(tmp_path):
     newer = report(1, 2, [found("a-new-rule", new_key=1)], version="0.9.0", new_key=[])
     write(tmp_path, report(0, 2, events={"offload": saves(1)["save"]}), newer)
     shown = run("audit", str(tmp_path))
     assert shown.returncode == 1
     assert "megapatch 0.1.0 on rank 0; 0.9.0 on rank 1" in shown.stdout and "a-new-rule: rank 1" in shown.stdout
+    assert "kept: resumed (no things)" in shown.stdout
     assert "offload" in page(*read(tmp_path))
 
 

@@ -21,7 +21,7 @@ class Chunk(torch.nn.Module):
         super().__init__()
         self.module = torch.nn.Linear(1, 1, bias=False)
         if counts is not None:
-            self.module.register_buffer("local_tokens_per_expert", torch.full((2,), counts))
+            self.module.register_buffer("local_tokens_per_expert", torch.tensor([0, counts]))
         parameter, ranks = self.module.weight, Thing(size=lambda: size)
         parameter.main_grad = torch.zeros(1)
         bucket = Thing(params=[parameter])
