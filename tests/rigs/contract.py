@@ -41,7 +41,7 @@ def check_family(patches, scenarios, setup, **env):
     And that no name of the framework's that a patch looks at can change unseen.
     """
     assert scenarios.keys() == set(patches)
-    options = {"setup": setup, "imports": modules_of(patches), "env": {**ALONE, **env}}
+    options = {"setup": setup, "env": {**ALONE, **env}}
     assert_renames_are_seen(patches[0].family, at_least=6 * len(patches), **options)
     check_contract(scenarios, **options)
 
@@ -74,13 +74,10 @@ def check_contract(scenarios, *, verified=(), **options):
     assert not problems, "the contract is broken:\n" + "\n".join(problems)
 
 
-def modules_of(patches):
-    return tuple(dict.fromkeys(site.module for patch in patches for site in patch.sites))
-
-
 def import_targets(patches):
-    for name in filter(find_module, modules_of(patches)):
-        importlib.import_module(name)
+    for name in dict.fromkeys(site.module for patch in patches for site in patch.sites):
+        if find_module(name) is not None:
+            importlib.import_module(name)
 
 
 def error_of(scenario):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 
 from megapatch._python.finding import find_module
+from megapatch.patches import _catalogue
 from megapatch.testing import run_ranks
 from megapatch.testing._imported import forked_with
 from rigs.where import missing
@@ -27,40 +29,51 @@ def after_megatron(setup):
     return setup
 
 
-def run_with_megatron(function, world_size, *args, imports=(), **options):
-    """`run_ranks` in ranks that have imported Megatron when they begin.
+def of_family(name):
+    """Mark the setup of a rank as one that makes the modules importable that a family of patches is for.
 
-    With a `setup` they have only if that is marked with `after_megatron`: others come before Megatron.
+    It is done, and these are imported, once for all ranks with the same variables, where they are forked from.
+    """
 
-    imports   modules that they have imported as well, after the setup, which is done where ranks are forked from
+    def mark(setup):
+        setup.family = name
+        return setup
+
+    return mark
+
+
+def run_with_megatron(function, world_size, *args, **options):
+    """`run_ranks` in ranks that have imported Megatron when they begin, or what a marked setup is for as well.
+
+    With any other `setup` they have imported nothing: it may have to come before Megatron.
 
     Tests of imports, of what a program does from its first line, and of files that a process begins then
     (MEGAPATCH_REPORT) call `run_ranks` itself.
     """
-    setup = options.get("setup")
-    comes_first = setup is not None and not getattr(setup, "after_megatron", False) and not imports
-    if comes_first or options.get("device", "cpu") != "cpu" or missing():
+    setup, variables = options.get("setup"), options.get("env") or {}
+    marks = vars(setup) if setup else {"after_megatron": True}
+    if not marks or options.get("device", "cpu") != "cpu" or missing():
         return run_ranks(function, world_size, *args, **options)
-    given = options.get("env") or {}
-    environment = {**os.environ, **given}
-    first, then = PACKAGE_ALONE if environment.keys() & WITHOUT_MEGAPATCH else "", ""
-    if imports and setup:
-        of_setup = setup.__module__, setup.__name__, *imports
-        # What it sets up may depend on the variables, and servers are told apart by this text.
-        then = f"from rigs.imported import _set_up\n_set_up{of_setup}  # {sorted(given.items())}"
+    environment, then = {**os.environ, **variables}, ""
+    if "family" in marks:
+        # What it finds may depend on the variables, and servers are told apart by this text.
+        of_setup = setup.__module__, setup.__name__, marks["family"]
+        then = f"from rigs.imported import _set_up\n_set_up{of_setup}  # {sorted(variables.items())}"
         options["setup"] = _find_the_same
-    with forked_with(environment, first, then):
+    with forked_with(environment, PACKAGE_ALONE if environment.keys() & WITHOUT_MEGAPATCH else "", then):
         return run_ranks(function, world_size, *args, **options)
-
-
-def _set_up(module, name, *imports):
-    getattr(importlib.import_module(module), name)()
-    for each in filter(find_module, imports):
-        importlib.import_module(each)
-    _path.extend(sys.path)
 
 
 _path = []
+
+
+def _set_up(module, name, family):
+    getattr(importlib.import_module(module), name)()
+    modules = {site.module for patch in _catalogue.of_family(family) for site in patch.sites}
+    for each in filter(find_module, sorted(modules)):
+        with contextlib.suppress(Exception):  # each rank meets the same error, and says so
+            importlib.import_module(each)
+    _path.extend(sys.path)
 
 
 def _find_the_same():

@@ -7,7 +7,7 @@ import importlib
 import pytest
 from patches.nemo_rl.test_gathered_when_read import refitting_worker, sent_by
 from patches.nemo_rl.test_train_after_exception import failing_in_loss
-from rigs.contract import ALONE, check_contract, modules_of
+from rigs.contract import ALONE, check_contract
 from rigs.megatron.gathers import OVERLAP
 from rigs.megatron.options import BOTH, Interrupted, attempt
 from rigs.nemo_rl.dtensor import SECOND, WORKERS, find_workers
@@ -188,8 +188,7 @@ OF_MAIN = {forward_pre_hook_after_split.PATCH, abort_resets_rerun.PATCH}
 
 def in_shape(shape):
     """Return options of `run_with_megatron`."""
-    env = {**ALONE, "NEMO_RL_SHAPE": shape}
-    return {"setup": find_workers, "imports": modules_of(of_family("nemo_rl")), "env": env}
+    return {"setup": find_workers, "env": {**ALONE, "NEMO_RL_SHAPE": shape}}
 
 
 @pytest.mark.every_patch("nemo_rl")

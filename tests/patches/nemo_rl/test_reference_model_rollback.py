@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from rigs.diagnosed_sources import verdict_of
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import Interrupted
 from rigs.nemo_rl import dtensor as nemo_dtensor
 from rigs.nemo_rl.dtensor import SECOND, WORKERS, find_workers, module_of
@@ -19,7 +20,7 @@ from rigs.nemo_rl.steps import LAYOUTS, differences, trained_gpt, whole
 
 from megapatch.patch import FIXED, NEEDED, UNKNOWN, UNSUPPORTED
 from megapatch.patches.nemo_rl import reference_model_rollback
-from megapatch.testing import init_parallel, run_ranks
+from megapatch.testing import init_parallel
 
 pytestmark = pytest.mark.thorough
 
@@ -97,13 +98,13 @@ def compared(rank, world_size):
 
 
 def test_a_policy_whose_swap_raised_trains_on_as_if_it_had_not():
-    for found in run_ranks(compared, 2, setup=find_workers):
+    for found in run_with_megatron(compared, 2, setup=find_workers):
         assert len(found) == len(MEGATRON) + len(WORKERS)
         assert {case: (left, far) for case, (left, far) in found.items() if any(left.values()) or far} == {}
 
 
 def test_without_the_patch_it_is_left_with_the_reference():
-    for found in run_ranks(compared, 2, setup=find_workers, env={"MEGAPATCH_DISABLE": NAME}):
+    for found in run_with_megatron(compared, 2, setup=find_workers, env={"MEGAPATCH_DISABLE": NAME}):
         for case, (left, far) in found.items():
             assert (left["weights"], left["sampling"]) == (True, True), case
             assert far > 1e-3, case

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from rigs.cells import cells_of, once
+from rigs.imported import run_with_megatron
 from rigs.nemo_rl.dtensor import (
     CLASSES,
     SLICES,
@@ -29,7 +30,6 @@ from rigs.nemo_rl.worker import CHECKOUT, batch, nll_loss
 
 from megapatch.errors import MisuseError
 from megapatch.patches._ray_actors import class_of
-from megapatch.testing import run_ranks
 
 pytestmark = pytest.mark.thorough
 
@@ -294,10 +294,10 @@ def methods(rank, world_size):
 
 
 def test_without_the_patch_there_is_train_alone():
-    (found,) = run_ranks(methods, 1, setup=find_workers, env={"MEGAPATCH_DISABLE": "*"})
+    (found,) = run_with_megatron(methods, 1, setup=find_workers, env={"MEGAPATCH_DISABLE": "*"})
     assert found == {name: [[], []] for name in WORKERS}
 
 
 def test_the_actor_class_has_them_too():
-    (found,) = run_ranks(methods, 1, setup=find_workers)
+    (found,) = run_with_megatron(methods, 1, setup=find_workers)
     assert found == {name: [list(METHODS), list(METHODS)] for name in WORKERS}

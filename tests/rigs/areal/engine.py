@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from rigs.imported import after_megatron
+from rigs.imported import of_family
 from rigs.megatron.tiny_model import config_of, in_ddp, models_of
 from rigs.releases import find_release, needs, releases
 from rigs.stand_ins import Anything, BarePackages, StandIns
@@ -43,7 +43,7 @@ RELEASES = releases("AREAL")
 needs_areal = needs("AREAL", RELEASES)
 
 
-@after_megatron
+@of_family("areal")
 def find_areal():
     """Make the release in AREAL_RELEASE importable: the setup of a rank."""
     find_release("AREAL_RELEASE")

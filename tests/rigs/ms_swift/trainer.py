@@ -13,6 +13,7 @@ import torch
 
 from megapatch.testing import init_parallel
 from megapatch.testing._tiny_gpt import _models, global_name
+from rigs.imported import of_family
 from rigs.megatron.exporters import BARE, find_lora
 from rigs.megatron.gathers import parameters_of
 from rigs.megatron.tiny_model import config_of
@@ -66,6 +67,7 @@ RELEASES = releases("SWIFT")
 needs_swift = needs("SWIFT", RELEASES)
 
 
+@of_family("ms_swift")
 def find_swift():
     """Make the release in SWIFT_RELEASE importable: the setup of a rank."""
     find_release("SWIFT_RELEASE")

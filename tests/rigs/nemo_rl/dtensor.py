@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from rigs.imported import of_family
 from rigs.nemo_rl import steps as nemo_rl_steps
 from rigs.nemo_rl.worker import CHECKOUT, LENGTH, VOCABULARY, find_nemo_rl
 from rigs.skyrl.releases import Anything
@@ -47,6 +48,7 @@ SLICES = {  # those where all ranks have as many samples, and those where they d
 CONSTANT = ("lr", "global_valid_seqs", "global_valid_toks")
 
 
+@of_family("nemo_rl")
 def find_workers():
     """Make the workers importable: the setup of a rank."""
     find_nemo_rl()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rigs.imported import after_megatron
+from rigs.imported import of_family
 from rigs.megatron.tiny_model import config_of, models_of
 from rigs.releases import import_before_stand_ins
 from rigs.stand_ins import Anything, BarePackages, StandIns
@@ -26,7 +26,7 @@ CHECKOUT = folder_in("ROLL_CHECKOUT")
 VOCABULARY, LENGTH, MICROBATCHES = 32, 8, 2
 
 
-@after_megatron
+@of_family("roll")
 def find_roll():
     """Make ROLL's strategy importable: the setup of a rank."""
     import_before_stand_ins()

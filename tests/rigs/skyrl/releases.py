@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from rigs import releases
+from rigs.imported import of_family
 from rigs.releases import needs
 from rigs.stand_ins import Anything, StandIns
 
@@ -95,9 +96,10 @@ class Release(releases.Release):
             config=settings, actor_module=chunks, actor_optimizer=optimizer, **others
         )
 
-    def ranks(self, function, world_size, *args, setup=None, **options):
-        """Call run_ranks in processes that find this release."""
-        return self.ranks_of("SKYRL_RELEASE", function, world_size, *args, setup=setup or find_skyrl, **options)
+    def ranks(self, function, world_size, *args, setup=None, env=None, **options):
+        """Call run_with_megatron in processes that find this release, whose entropy is not compiled there."""
+        options = {"setup": setup or find_skyrl, "env": {"TORCHDYNAMO_DISABLE": "1", **(env or {})}, **options}
+        return self.ranks_of("SKYRL_RELEASE", function, world_size, *args, **options)
 
 
 def _within(checkout):
@@ -114,6 +116,7 @@ def has_correctness_fixes(release):
     return "grad_scale_func" in release.file("workers/megatron/megatron_model_wrapper").read_text()
 
 
+@of_family("skyrl")
 def find_skyrl(real=()):
     """Make the release in SKYRL_RELEASE importable: the setup of a rank. Packages in `real` get no stand-ins."""
     sys.path.insert(0, os.environ["SKYRL_RELEASE"])

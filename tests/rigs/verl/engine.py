@@ -16,7 +16,7 @@ import torch
 from megapatch._mcore.process_groups import process_groups
 from megapatch.testing import _parallel, destroy_parallel
 from rigs import releases
-from rigs.imported import after_megatron
+from rigs.imported import of_family
 from rigs.megatron.exporters import find_conversions, installed
 from rigs.megatron.gathers import parameters_of
 from rigs.releases import find_release, needs
@@ -81,7 +81,7 @@ ENGINES = [release for release in RELEASES if release.has_bridge]
 needs_verl = needs("VERL", RELEASES)
 
 
-@after_megatron
+@of_family("verl")
 def find_verl(real=()):
     """Make the release in VERL_RELEASE importable: the setup of a rank. Packages in `real` get no stand-ins."""
     find_release("VERL_RELEASE")
