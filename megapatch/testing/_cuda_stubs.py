@@ -28,7 +28,8 @@ _replaced = False
 def install_cuda_stubs() -> None:
     """Replace the parts of torch.cuda that Megatron uses, and make device="cuda" mean the CPU.
 
-    Call it before the first import of megatron; a second call does nothing. The replacements hold for the whole
+    Call it before the first import of megatron; a second call sets only the variables again that Megatron and
+    torch.compile ask for. The replacements hold for the whole
     process, in every thread, and are never undone.
 
     Raises:
@@ -37,12 +38,14 @@ def install_cuda_stubs() -> None:
     global _replaced
     with _lock:
         if _replaced:
+            _set_variables()  # a rank that was forked with the stubs has variables of its own
             return
         if "megatron.core" in sys.modules:
             raise MisuseError(
                 "install_cuda_stubs() must come before the first import of megatron: "
                 "megatron.core is already imported and holds parts of the real torch.cuda"
             )
+        _set_variables()
         _replace_torch_cuda()
         _replace_functions_that_take_a_device()
         _replaced = True
@@ -164,10 +167,13 @@ _ONE_GIB = 1 << 30
 _nothing = _always(None)
 
 
-def _replace_torch_cuda() -> None:
+def _set_variables() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's jit_fuser is torch.compile, which needs a compiler
     os.environ.setdefault("NO_VCS_VERSION", "1")  # megatron.core would run git when it is imported
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists for tensor parallelism
+
+
+def _replace_torch_cuda() -> None:
     import torch._dynamo  # it reads torch.cuda when it is imported, so import it first
 
     for name, stub in {**_devices(), **_streams(), **_memory(), **_random_state(), **_tensor_types()}.items():

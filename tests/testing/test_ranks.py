@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed
+from rigs.imported import run_with_megatron
 
 from megapatch.testing import RanksFailed, RanksTimedOut, run_ranks
 
@@ -153,6 +154,15 @@ def test_results_come_by_rank_from_a_world_that_is_ready(monkeypatch):
         }
         assert result["setup"] == {"stubs": "cpu", "megatron": [], "process group": False}
         assert set(result["filters"]) == {"ignore", "error"}
+
+
+def surroundings(rank, world_size):
+    torch_of_it = torch.get_num_threads(), str(torch.cuda.current_device()), torch.distributed.is_initialized()
+    return dict(os.environ), sys.path, [str(each[:3]) for each in warnings.filters], torch_of_it
+
+
+def test_a_rank_from_a_server_that_has_imported_megatron_is_as_any():
+    assert run_with_megatron(surroundings, 1) == run_ranks(surroundings, 1)
 
 
 def test_a_traceback_comes_with_its_rank_and_who_waited():

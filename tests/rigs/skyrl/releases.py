@@ -96,10 +96,9 @@ class Release(releases.Release):
             config=settings, actor_module=chunks, actor_optimizer=optimizer, **others
         )
 
-    def ranks(self, function, world_size, *args, setup=None, env=None, **options):
-        """Call run_with_megatron in processes that find this release, whose entropy is not compiled there."""
-        options = {"setup": setup or find_skyrl, "env": {"TORCHDYNAMO_DISABLE": "1", **(env or {})}, **options}
-        return self.ranks_of("SKYRL_RELEASE", function, world_size, *args, **options)
+    def ranks(self, function, world_size, *args, setup=None, **options):
+        """Call run_with_megatron in processes that find this release."""
+        return self.ranks_of("SKYRL_RELEASE", function, world_size, *args, setup=setup or find_skyrl, **options)
 
 
 def _within(checkout):
