@@ -90,6 +90,16 @@ def test_a_finder_that_imports_another_target_does_not_hide_it(modules, in_front
     assert seen == ["hello you!"]
 
 
+@pytest.mark.filterwarnings("ignore:.*find_spec.. not found:ImportWarning")  # importlib's own, up to Python 3.11
+def test_a_finder_without_find_spec_is_passed_over(modules, monkeypatch):
+    """Import hooks of the time before Python 3.4 have find_module() alone."""
+    name = modules.write(TARGET)
+    activated(make_patch(name))
+    of_old = types.SimpleNamespace(find_module=lambda name, path=None: None)
+    monkeypatch.setattr(sys, "meta_path", [front_finder, of_old, *sys.meta_path[1:]])
+    assert importlib.import_module(name).greet("you") == "hello you!"
+
+
 def test_the_other_hook_still_loads_its_modules(modules, in_front):
     """Its finder is asked after ours, and its loader is used."""
     name, another = modules.write(TARGET), modules.write("")
