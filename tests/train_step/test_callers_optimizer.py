@@ -4,6 +4,7 @@ them, calls whose losses are normalized beforehand, and steps of adapters that t
 from __future__ import annotations
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -150,6 +151,26 @@ def aborted_aside():
     other.finish()
 
 
+def partly_seen_between():
+    """In the first step of a model another comes in between, which does not use a layer."""
+    model, reference = tiny_gpt(**GRADS), tiny_gpt(**GRADS)
+    one, other = (TrainStep(model.chunks, model.optimizer) for _ in range(2))
+    one.begin()
+    one.set_aside()
+    other.begin()
+    layer = model.chunks[0].module.decoder.layers[0]
+    with mock.patch.object(layer, "forward", lambda hidden_states, **_: (hidden_states, None)):
+        in_pieces(other, model, 0, CUT, MEAN, last=True)
+    other.reduce()
+    for buffer in model.chunks[0].buffers:
+        buffer.grad_data.zero_()
+    one.take_up()
+    in_pieces(one, model, 1, CUT, MEAN)
+    one.reduce()
+    reference.train_step(1, num_microbatches=sum(CUT), **MEAN)
+    assert_close(model.gradients(), reference.gradients())
+
+
 def dropped():
     """A step whose caller has forgotten it."""
     model = tiny_gpt(**GRADS)
@@ -167,6 +188,7 @@ def found_by(rank, world_size):
     found.append(added_up({**MOE, **GRADS}, expected_microbatches=sum(CUT)))
     without_data()
     aborted_aside()
+    partly_seen_between()
     dropped()
     for options in ({}, BOTH):
         by_expected(options)

@@ -17,6 +17,8 @@ from rigs.megatron.save import minor
 from rigs.train_step.layouts import PER_TOKEN, SEQUENCE
 from rigs.train_step.models import allow_sequence_parallel
 
+from megapatch.patch import NEEDED
+from megapatch.patches.megatron import aux_loss_over_context_parallel as patch
 from megapatch.testing import init_parallel, tiny_gpt
 
 COEFFICIENT = 0.1
@@ -69,6 +71,7 @@ def job(rank, world_size):
         yield name, functools.partial(ratios, expected[name], config)
     yield "fp16", functools.partial(ratios, expected["aux_loss"], LOSSES["aux_loss"], "fp16")
     yield "scale", held_scale
+    yield "scales, cp", scales_of_older_releases
     yield "no scale", without_a_scale
     init_parallel()
     per_token = {name: own_gradients(config, "fp32", **PER_TOKEN) for name, config in LOSSES.items()}
@@ -77,6 +80,7 @@ def job(rank, world_size):
         yield f"{name}, cp", functools.partial(ratios, per_token[name], config, **PER_TOKEN)
     init_parallel(tp=2)  # its ranks draw other weights than one
     allow_sequence_parallel()
+    yield "scales, tp", scales_of_older_releases
     for name, config in LOSSES.items():
         expected[name] = own_gradients(config, "fp32", shared=SEQUENCE["config"])
         yield (
@@ -89,6 +93,24 @@ def held_scale():
     """The scale that the last schedule has left behind."""
     routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     return routers.MoEAuxLossAutoScaler.main_loss_backward_scale.item()
+
+
+def scales_of_older_releases():
+    """The scales of a loss per microbatch and of one per token, from 3 on, where both repairs are needed."""
+    routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    found, needed = [], SimpleNamespace(kind=NEEDED)
+
+    def backward_step(config):
+        found.append(routers.MoEAuxLossAutoScaler.main_loss_backward_scale)
+
+    diagnoses = {name: lambda _: needed for name in ("diagnose_microbatches", "diagnose_tokens")}
+    with mock.patch.multiple(patch, **diagnoses):
+        patched_backward_step = patch.scale_by_ranks(backward_step)
+    with mock.patch.object(routers.MoEAuxLossAutoScaler, "main_loss_backward_scale", 3.0):
+        for per_token in (False, True):
+            config = SimpleNamespace(num_moe_experts=2, calculate_per_token_loss=per_token)
+            patched_backward_step(config=config)
+    return found
 
 
 def without_a_scale():
@@ -133,6 +155,11 @@ def test_losses_weigh_as_much_as_without_context_parallel(patched, name):
 
 def test_a_scale_that_nothing_has_set_stays_so(patched):
     assert [found["no scale"] for found in patched] == [3.0, 3.0]
+
+
+def test_each_loss_counts_the_ranks_that_its_release_leaves_out(patched):
+    for found in patched:
+        assert (found["scales, cp"], found["scales, tp"]) == ([6.0, 6.0], [3.0, 6.0])
 
 
 def test_with_a_loss_scale(patched):
