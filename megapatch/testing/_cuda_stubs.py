@@ -29,8 +29,7 @@ def install_cuda_stubs() -> None:
     """Replace the parts of torch.cuda that Megatron uses, and make device="cuda" mean the CPU.
 
     Call it before the first import of megatron; a second call sets only the variables again that Megatron and
-    torch.compile ask for. The replacements hold for the whole
-    process, in every thread, and are never undone.
+    torch.compile ask for. The replacements hold for the whole process, in every thread, and are never undone.
 
     Raises:
         MisuseError: megatron.core has been imported already, and its modules hold originals.

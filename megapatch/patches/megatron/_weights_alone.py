@@ -58,7 +58,8 @@ def _stale(loaded: list[Loaded]) -> list[Loaded]:
 def _copies(optimizer: Any, load_of: LoadOf) -> Iterator[tuple[Any, Any]]:
     """Yield each main parameter of an offloaded optimizer and the copy that it steps, if something was loaded."""
     copies = getattr(optimizer.optimizer, INNER, {})
-    parameters = chain.from_iterable(getattr(optimizer, SHARDS[0], ()))
+    groups = (getattr(optimizer, name, ()) for name in (SHARDS[0], "model_fp32_groups"))
+    parameters = chain.from_iterable(chain.from_iterable(groups))
     if any(load_of(parameter, optimizer) is not None for parameter in parameters):
         yield from ((main.data, copy.data) for main, copy in copies.items())
 

@@ -144,6 +144,7 @@ class Optimizer(SimpleNamespace):
             fp32_from_float16_groups=[self.mains],
             shard_float16_groups=[],
             model_float16_groups=[self.parameters],
+            model_fp32_groups=[],
             optimizer=SimpleNamespace(param_to_inner_param=dict(zip(self.mains, self.copies, strict=False))),
         )
         self.loads = {id(parameter): load for parameter, load in zip(self.parameters, loads, strict=True)}
@@ -175,6 +176,16 @@ def test_main_parameters_and_copies_follow_what_restores_and_nothing_else(loads,
         assert agree([optimizer, other], lambda parameter, optimizer: both[id(parameter)]) is True
         assert (optimizer.held(), other.held()) == (expected, [2, 3])
     assert [text.partition(".py:1")[0].rpartition(" ")[2] for text in log.texts] == said  # once a line
+
+
+def test_copies_of_an_optimizer_that_has_fp32_alone_follow_as_well():
+    half_alone, fp32_alone = Optimizer(RESTORE), Optimizer(copies=1)
+    loaded, copy = torch.ones(1), torch.full((1,), 3.0)
+    fp32_alone.model_fp32_groups = [[loaded]]
+    fp32_alone.optimizer.param_to_inner_param[loaded] = copy
+    fp32_alone.loads[id(loaded)] = RESTORE
+    assert agree([half_alone, fp32_alone], lambda parameter, optimizer: optimizer.loads[id(parameter)])
+    assert copy.item() == 1
 
 
 @pytest.mark.parametrize("offloaded", ["parameters", "mains"])
