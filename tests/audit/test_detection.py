@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from rigs.audit import running_audit
 from rigs.cells import AUDITED, run_cells
-from rigs.megatron.options import UNPATCHED, Log
+from rigs.log import Log
+from rigs.megatron.options import UNPATCHED
 from rigs.mistakes.gradients import LEARNS
 from rigs.mistakes.table import ACCUSED, IN_CI, LATER, MISTAKES, QUIET, SEEN, as_markdown, as_sentences
 from rigs.where import chosen, with_nightly

@@ -17,7 +17,8 @@ import torch
 from rigs.audit import running_audit
 from rigs.cells import AUDITED
 from rigs.imported import after_megatron, run_with_megatron
-from rigs.megatron.options import UNPATCHED, Log
+from rigs.log import Log
+from rigs.megatron.options import UNPATCHED
 
 from megapatch.audit import _participants
 from megapatch.audit._participants import Participants, _meet, _settle

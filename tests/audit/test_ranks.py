@@ -13,7 +13,8 @@ import torch
 from rigs.audit import part_of, running_audit
 from rigs.cells import AUDITED
 from rigs.imported import after_megatron, run_with_megatron
-from rigs.megatron.options import UNPATCHED, Log
+from rigs.log import Log
+from rigs.megatron.options import UNPATCHED
 
 from megapatch import MisuseError, apply, audit
 from megapatch._verify.operations import Operations

@@ -16,7 +16,8 @@ from rigs.audit import idle_audit
 from rigs.cells import AUDITED
 from rigs.command import run
 from rigs.imported import run_with_megatron
-from rigs.megatron.options import GRADS, UNPATCHED, Interrupted, Log, raising_half_way
+from rigs.log import Log
+from rigs.megatron.options import GRADS, UNPATCHED, Interrupted, raising_half_way
 from rigs.mistakes.table import MISTAKES
 
 import megapatch

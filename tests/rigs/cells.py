@@ -92,7 +92,7 @@ def run_cells(job, world_size, *args, patience=10.0, audited=False, megatron=Tru
     audited     whether megapatch.audit watches all cells; one in which it finds anything fails, unless its name
                 says that it is without a patch
     megatron    whether ranks may have imported Megatron when they begin, which saves each of them time; those with
-                a setup have if it is marked with `after_megatron`
+                a setup have if it is marked (rigs/imported.py)
     options     of `run_ranks`: setup, env, timeout (for all cells)
     """
     error = None

@@ -28,8 +28,8 @@ from megapatch._python.dotted import find
 from megapatch._python.finding import find_module
 from rigs.chosen import chosen
 from rigs.imported import run_with_megatron
+from rigs.log import Log
 from rigs.renames import assert_renames_are_seen
-from rigs.said import said
 
 # The megapatch that is active in the ranks is switched off: an installed patch would be applied twice.
 ALONE = {"MEGAPATCH_DISABLE": "*", "MEGAPATCH_ONLY": "", "MEGAPATCH_STRICT": "", "MEGAPATCH_AUDIT": ""}
@@ -46,7 +46,7 @@ def check_family(patches, scenarios, setup, **env):
     check_contract(scenarios, **options)
 
 
-def check_contract(scenarios, *, verified=(), **options):
+def check_contract(scenarios, *, verified=(), env=ALONE, **options):
     """Check that patches keep the contract.
 
     - the defect shows without the patch, if the diagnosis says that it is needed, and not with it
@@ -58,11 +58,11 @@ def check_contract(scenarios, *, verified=(), **options):
     Args:
         scenarios: by patch.
         verified: names of the patches whose defect `megapatch verify` shows by the same scenario.
-        options: of `run_with_megatron`.
+        env, options: of `run_with_megatron`.
     """
 
     def in_a_rank(function, *args):
-        (found,) = run_with_megatron(function, 1, *args, **{"env": ALONE, **options})
+        (found,) = run_with_megatron(function, 1, *args, env=env, **options)
         return found
 
     scenarios = {patch: scenarios[patch] for patch in chosen(scenarios)}
@@ -170,9 +170,9 @@ def broken_by(rank, world_size, patches):
     problems, verdicts, before = [], {}, {}
     for record in engine.roster.sites:
         before[record], around = contents_of(record), surroundings()
-        with said() as lines:
+        with Log("") as log:
             verdicts[record] = verdict_of(record)
-        problems += [f"{record.patch.name}: its diagnosis logs {line}" for line in lines]
+        problems += [f"{record.patch.name}: its diagnosis logs {line}" for line in log.texts]
         after = surroundings()
         changed = [name for name in around if around[name] != after[name]] + changed_since(before[record], record)
         problems += [f"{record.patch.name}: its diagnosis changes {name}" for name in changed]

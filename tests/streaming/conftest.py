@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 
 import pytest
+from rigs.log import Log
 from rigs.ray import ray_with
-from rigs.said import said
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,7 @@ def nothing_is_lost(request):
     if "one_ray" in request.fixturenames:  # which has its own
         yield
         return
-    with said("asyncio") as heard:
+    with Log("asyncio") as log:
         yield
         gc.collect(1)
-    assert not heard
+    assert not log.texts

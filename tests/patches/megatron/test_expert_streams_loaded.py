@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import cells_of
-from rigs.megatron.options import UNPATCHED, Log, needs_training
+from rigs.log import Log
+from rigs.megatron.options import UNPATCHED, needs_training
 
 from megapatch.testing import init_parallel
 

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import cells_of
+from rigs.log import Log
 from rigs.megatron.main_params import (
     equal,
     followed,
@@ -30,7 +31,7 @@ from rigs.megatron.main_params import (
     weights,
 )
 from rigs.megatron.offloading import OFFLOADS, offloading
-from rigs.megatron.options import BOTH, UNPATCHED, Log, attempt
+from rigs.megatron.options import BOTH, UNPATCHED, attempt
 from rigs.megatron.shapes import shaped
 
 from megapatch._verify.checks.loads import read_back

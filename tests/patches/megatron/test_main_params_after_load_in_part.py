@@ -4,7 +4,6 @@ Gathers end late: what nobody has waited for is written when somebody does, over
 """
 
 import itertools
-import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from rigs.cells import cells_of
 from rigs.late_collectives import make_collectives_late
+from rigs.log import Log
 from rigs.megatron.gathers import pair, unwrapped, wrong
 from rigs.megatron.main_params import (
     children,
@@ -21,7 +21,7 @@ from rigs.megatron.main_params import (
     trained,
     weights,
 )
-from rigs.megatron.options import UNPATCHED, Log, assert_misuse, attempt
+from rigs.megatron.options import UNPATCHED, assert_misuse, attempt
 
 from megapatch._mcore.main_param_pairs import pairs, stale_pairs
 from megapatch._verify.operations import Operations
@@ -167,14 +167,14 @@ class Optimizer(SimpleNamespace):
         ((LEND, None), 2, [2, 2, 3, FINER], ["lends"]),
     ],
 )
-def test_main_parameters_and_copies_follow_what_restores_and_nothing_else(loads, copies, expected, said, request):
+def test_main_parameters_and_copies_follow_what_restores_and_nothing_else(loads, copies, expected, said):
     optimizer, other = Optimizer(*loads, copies=copies), Optimizer(None, copies=1)
-    both, log = {**optimizer.loads, **other.loads}, Log()
-    request.addfinalizer(lambda: logging.getLogger("megapatch").removeHandler(log))
+    both = {**optimizer.loads, **other.loads}
     _weights_alone._said.clear()
-    for _ in range(2):
-        assert agree([optimizer, other], lambda parameter, optimizer: both[id(parameter)]) is True
-        assert (optimizer.held(), other.held()) == (expected, [2, 3])
+    with Log() as log:
+        for _ in range(2):
+            assert agree([optimizer, other], lambda parameter, optimizer: both[id(parameter)]) is True
+            assert (optimizer.held(), other.held()) == (expected, [2, 3])
     assert [text.partition(".py:1")[0].rpartition(" ")[2] for text in log.texts] == said  # once a line
 
 

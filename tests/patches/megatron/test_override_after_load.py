@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 from rigs.cells import cells_of
+from rigs.log import Log
 from rigs.megatron.options import UNPATCHED, attempt, linear_schedule
 from rigs.megatron.save import minor
 from rigs.megatron.shapes import set_two_rates
-from rigs.said import said
 
 from megapatch.patches.megatron._param_groups import GROUPS
 from megapatch.patches.megatron._rates_of_groups import (
@@ -160,7 +160,7 @@ def groups(*rates, name="max_lr", **more):
 )
 def test_groups_are_told_apart_by_no_more_than_it_takes_to_find_the_runs(own, saved, more):
     for state in ({GROUPS: saved}, {"optimizer": {GROUPS: saved}}):
-        with said("megapatch", logging.WARNING) as lines:
+        with Log(level=logging.WARNING) as log:
             assert keys_with_rates(KEYS, own, state) == KEYS + (more or ())
-        assert ["[1.0, 2.0] and [1.0, 3.0]" in line for line in lines] == [True] * (more is None)
+        assert ["[1.0, 2.0] and [1.0, 3.0]" in line for line in log.texts] == [True] * (more is None)
     assert keys_with_rates(KEYS, own, {"scaler": 1}) == keys_with_rates(KEYS, own, 7) == KEYS

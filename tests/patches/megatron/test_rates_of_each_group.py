@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 from rigs.cells import cells_of
+from rigs.log import Log
 from rigs.megatron import main_params
 from rigs.megatron.options import attempt, linear_schedule
 from rigs.megatron.save import minor
-from rigs.said import said
 
 from megapatch.testing import init_parallel, tiny_gpt
 
@@ -86,9 +86,9 @@ def with_other_rates(layout):
     """Load into a run with other rates; return what was said, and the rates."""
     saved, new = Job(layout, "by hand"), Job(layout, "by hand", 2)
     saved.train(0)
-    with said("megapatch", logging.WARNING) as lines:
+    with Log(level=logging.WARNING) as log:
         error, _ = attempt(new.model.optimizer.load_state_dict, saved.model.optimizer.state_dict())
-    return error, lines, [group["max_lr"] for group in new.model.optimizer.param_groups]
+    return error, log.texts, [group["max_lr"] for group in new.model.optimizer.param_groups]
 
 
 def job(rank, world_size):

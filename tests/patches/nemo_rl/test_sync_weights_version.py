@@ -10,7 +10,8 @@ import pkgutil
 from unittest import mock
 
 import pytest
-from rigs.megatron.options import UNPATCHED, Log, attempt
+from rigs.log import Log
+from rigs.megatron.options import UNPATCHED, attempt
 from rigs.nemo_rl.weight_sync import (
     NAME,
     PACKAGE,

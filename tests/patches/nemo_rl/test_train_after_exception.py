@@ -14,7 +14,8 @@ from unittest import mock
 
 import pytest
 from rigs.imported import run_with_megatron
-from rigs.megatron.options import Interrupted, Log, attempt, hooks_of
+from rigs.log import Log
+from rigs.megatron.options import Interrupted, attempt, hooks_of
 from rigs.nemo_rl.steps import (
     LAYOUTS,
     SIZE,

@@ -20,8 +20,9 @@ from rigs.areal.engine import (
     train,
 )
 from rigs.areal.updates import Servers, checkpoint, update
+from rigs.log import Log
 from rigs.megatron.gathers import wrong
-from rigs.megatron.options import Log, attempt, quick_writer
+from rigs.megatron.options import attempt, quick_writer
 from rigs.releases import statuses
 
 READS = {

@@ -12,7 +12,8 @@ import torch
 
 from megapatch._python.finding import find_module
 from megapatch.patches.megatron.save_fails_everywhere import Failure
-from rigs.megatron.options import Log, attempt, quick_writer
+from rigs.log import Log
+from rigs.megatron.options import attempt, quick_writer
 from rigs.megatron.save import BASE, Saves, minor, strategies
 
 CORE = "megatron.core.dist_checkpointing"

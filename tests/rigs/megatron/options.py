@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import logging
 import multiprocessing
 import warnings
 
@@ -71,18 +70,6 @@ def raising_half_way(model, microbatch):
 
 def hooks_of(config):
     return {name: value for name, value in vars(config).items() if name.endswith("_func")}
-
-
-class Log(logging.Handler):
-    """Keeps what megapatch logs in this process."""
-
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-        logging.getLogger("megapatch").addHandler(self)
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
 
 
 def buckets(ddp):

@@ -8,8 +8,9 @@ from torch.distributed.checkpoint import default_planner
 
 from megapatch import apply, restore
 from megapatch.weight_sync import gathered_parameters
+from rigs.log import Log
 from rigs.megatron.gathers import wrong
-from rigs.megatron.options import Log, attempt
+from rigs.megatron.options import attempt
 from rigs.ms_swift.model import LORA
 from rigs.ms_swift.trainer import (
     BASE,

@@ -11,7 +11,8 @@ import torch
 from megapatch import apply, restore
 from megapatch.testing import init_parallel
 from rigs.collisions import together
-from rigs.megatron.options import Log, attempt
+from rigs.log import Log
+from rigs.megatron.options import attempt
 from rigs.releases import statuses
 from rigs.roll.strategy import CHECKOUT, STRATEGY, parameters, strategy_of, train
 

@@ -11,8 +11,9 @@ from megapatch import apply, audit, restore
 from megapatch.weight_sync import gathered_parameters
 from rigs.cells import once
 from rigs.collisions import together
+from rigs.log import Log
 from rigs.megatron.gathers import wrong
-from rigs.megatron.options import Log, attempt
+from rigs.megatron.options import attempt
 from rigs.releases import statuses
 from rigs.verl.engine import BOTH, ENGINE, GRADS, STEPS, batch_of, engine_of, loss, parameters, train
 from rigs.verl.reads import read_after_steps

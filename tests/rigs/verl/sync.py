@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from megapatch import apply, report, restore
-from rigs.megatron.options import Log
+from rigs.log import Log
 
 TAKES = {"release_kv_cache": "cache", "sleep": "cache", "abort_all_requests": "serving"}
 GIVES = {"resume_kv_cache": "cache", "wake_up": "cache", "resume_generation": "serving"}
